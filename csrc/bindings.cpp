@@ -1,0 +1,135 @@
+// Table of contents of the compiled part: one m.def per operator and place. Pointers come as integers from tensors that
+// fastrl_fast/ops has typed and sized; here only what a wrong pointer would not survive is checked. Nothing is
+// computed.
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/cpu/simd.h"
+#include "kernels/group_advantage.h"
+#include "kernels/packed_logprobs.h"
+#include "kernels/selection.h"
+
+namespace py = pybind11;
+using namespace fastrl;
+
+namespace {
+
+// Raise it with every change of a signature below; fastrl_fast/ops/_lib.py holds the same number.
+constexpr int kInterface = 1;
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void check(bool holds, const std::string& message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+// Offsets [count + 1] that cut [0, total) into pieces; anything else would read past an array.
+void check_offsets(const char* name, const int64_t* offsets, int64_t count, int64_t total) {
+  check(count >= 0 && offsets[0] == 0, std::string(name) + " must start with 0");
+  for (int64_t i = 0; i < count; ++i) {
+    check(offsets[i] <= offsets[i + 1],
+          std::string(name) + " must not decrease, but does after index " + std::to_string(i));
+  }
+  check(offsets[count] == total,
+        std::string(name) + " must end with " + std::to_string(total) + ", not " + std::to_string(offsets[count]));
+}
+
+void check_rewards(const double* rewards, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    check(!std::isinf(rewards[i]),
+          "rewards must be finite, or NaN where ungraded; reward " + std::to_string(i) + " is infinite");
+  }
+}
+
+GroupAdvantageArgs group_advantage_args(uintptr_t rewards, uintptr_t cu, int64_t groups, bool divide_by_std,
+                                        bool leave_one_out, int ddof, double eps, uintptr_t out, uintptr_t dead) {
+  return {at<double>(rewards), at<int64_t>(cu), groups, divide_by_std, leave_one_out, ddof, eps,
+          at<float>(out),      at<bool>(dead)};
+}
+
+LogitSlab logit_slab(int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin, uintptr_t targets, float scale) {
+  check(rows >= 0 && cols >= 0 && stride >= cols, "a slab needs rows >= 0 and 0 <= cols <= stride");
+  return {rows, cols, stride, vocab_begin, at<int64_t>(targets), scale};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_fastrl_fast, m) {
+  m.attr("INTERFACE") = kInterface;
+  m.attr("SIMD") = cpu::use_avx2() ? "avx2" : "scalar";
+
+  m.def(
+      "group_advantage_cpu", [](uintptr_t rewards, int64_t count, uintptr_t cu, int64_t groups, bool divide_by_std,
+                                bool leave_one_out, int ddof, double eps, uintptr_t out, uintptr_t dead, int threads) {
+        const auto args = group_advantage_args(rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, out, dead);
+        check_offsets("cu_group_sizes", args.cu_group_sizes, groups, count);
+        check_rewards(args.rewards, count);
+        py::gil_scoped_release release;
+        cpu::group_advantage(args, threads);
+      });
+
+  m.def("logit_fold_cpu",
+        [](uintptr_t logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin, uintptr_t targets,
+           float scale, uintptr_t row_max, uintptr_t sum_exp, uintptr_t sum_dexp, uintptr_t target_logit, int threads) {
+          const LogitFoldArgs args{logit_slab(rows, cols, stride, vocab_begin, targets, scale),
+                                   at<float>(logits),
+                                   at<float>(row_max),
+                                   at<float>(sum_exp),
+                                   at<float>(sum_dexp),
+                                   at<float>(target_logit)};
+          py::gil_scoped_release release;
+          cpu::logit_fold(args, threads);
+        });
+
+  m.def("logit_grad_cpu", [](uintptr_t logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin,
+                             uintptr_t targets, float scale, uintptr_t row_max, uintptr_t log_sum, uintptr_t entropy,
+                             uintptr_t grad_logprobs, uintptr_t grad_entropy, int threads) {
+    const LogitGradArgs args{logit_slab(rows, cols, stride, vocab_begin, targets, scale),
+                             at<float>(logits),
+                             at<float>(row_max),
+                             at<float>(log_sum),
+                             at<float>(entropy),
+                             at<float>(grad_logprobs),
+                             at<float>(grad_entropy)};
+    py::gil_scoped_release release;
+    cpu::logit_grad(args, threads);
+  });
+
+  m.def("select_diverse_cpu", [](uintptr_t token_ids, int64_t tokens, uintptr_t cu_seqlens, int64_t rollouts,
+                                 uintptr_t cu_group_sizes, int64_t groups, uintptr_t classes, int64_t tau_millionths,
+                                 int ngram, bool seed_only, uintptr_t kept, uintptr_t representative, int threads) {
+    const SelectDiverseArgs args{at<int64_t>(token_ids),
+                                 at<int64_t>(cu_seqlens),
+                                 at<int64_t>(cu_group_sizes),
+                                 at<int64_t>(classes),
+                                 groups,
+                                 tau_millionths,
+                                 ngram,
+                                 seed_only,
+                                 at<bool>(kept),
+                                 at<int64_t>(representative)};
+    check_offsets("cu_seqlens", args.cu_seqlens, rollouts, tokens);
+    check_offsets("cu_group_sizes", args.cu_group_sizes, groups, rollouts);
+    py::gil_scoped_release release;
+    cpu::select_diverse(args, threads);
+  });
+
+#ifdef FASTRL_WITH_CUDA
+  m.attr("CUDA") = true;
+  m.def("group_advantage_cuda", [](uintptr_t rewards, uintptr_t cu, int64_t groups, bool divide_by_std,
+                                   bool leave_one_out, int ddof, double eps, uintptr_t out, uintptr_t dead,
+                                   uintptr_t stream) {
+    const auto args = group_advantage_args(rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, out, dead);
+    const int error = cuda::group_advantage(args, at<void>(stream));
+    if (error != 0) throw std::runtime_error("group_advantage: CUDA error " + std::to_string(error));
+  });
+#else
+  m.attr("CUDA") = false;
+#endif
+}

@@ -1,0 +1,100 @@
+"""How often the policy is right on held-out prompts: avg@k and pass@k."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from . import distributed
+from .config import Config, EvalConfig
+from .data import PromptData
+from .rewards import Grader
+from .rollout import Sampler
+from .types import Group, Prompt
+
+RIGHT = 0.99
+"""A graded value of at least this is a right answer."""
+
+EVAL_STEP = -1
+"""Stands for the step in the sampling seed, so that evaluations at any step draw the same random numbers."""
+
+
+def pass_at_k(total: int, right: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k completions is right, from `right` of `total`.
+
+    1 - C(total - right, k) / C(total, k) (Chen et al. 2021, arXiv 2107.03374). Raises ValueError unless
+    1 <= k <= total.
+    """
+    if not 1 <= k <= total:
+        raise ValueError(f"k must be in [1, {total}], got {k}")
+    return 1.0 - math.comb(total - right, k) / math.comb(total, k)
+
+
+class Accuracy:
+    """Samples every held-out prompt `config.samples` times, always with the same seed, and grades by one reward
+    function."""
+
+    def __init__(self, prompts: list[Prompt], grader: Grader, *, reward: str, config: EvalConfig, seed: int) -> None:
+        self.prompts = prompts
+        self.grader = grader
+        self.reward = reward
+        self.config = config
+        self.seed = seed
+
+    def measure(self, sampler: Sampler) -> dict[str, float]:
+        """Return {"avg@k", "pass@k", "ungraded"} over all prompts and ranks; pass@1, 2, 4 ... up to k."""
+        mine = self.prompts[distributed.share(len(self.prompts))]
+        k = self.config.samples
+        groups = sampler.sample(
+            mine, [k] * len(mine), seed=self.seed, step=EVAL_STEP, temperature=self.config.temperature
+        )
+        counts = distributed.gather_lists(self._count(groups))
+        ks = sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
+        result = {f"avg@{k}": _mean([right / k for right, _ in counts])}
+        result |= {f"pass@{n}": _mean([pass_at_k(k, right, n) for right, _ in counts]) for n in ks if n > 1}
+        return result | {"ungraded": float(sum(ungraded for _, ungraded in counts))}
+
+    def _count(self, groups: list[Group]) -> list[tuple[int, int]]:
+        """(right, not gradable) per group; what could not be graded is not right."""
+        graded = self.grader.grade(*grading_columns(groups))
+        values = iter(result[self.reward] for result in graded)
+        counts = []
+        for group in groups:
+            own = [next(values) for _ in group.rollouts]
+            counts.append((sum(v is not None and v >= RIGHT for v in own), sum(v is None for v in own)))
+        return counts
+
+
+def build_accuracy(config: Config, tokenizer: PreTrainedTokenizerBase, grader: Grader) -> Accuracy | None:
+    """The held-out measurement, or None where no held-out data is configured."""
+    if config.eval.path is None:
+        return None
+    settings = replace(config.data, path=config.eval.path, split=config.eval.split, prompts_per_step=1, shuffle=False)
+    prompts = PromptData(settings, tokenizer, seed=config.seed).first(config.eval.prompts)
+    reward = config.eval.reward or next(iter(config.reward.functions))
+    return Accuracy(prompts, grader, reward=reward, config=config.eval, seed=config.seed)
+
+
+def grading_columns(groups: list[Group]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+    """Prompts, completions and columns of all rollouts, in order, as reward functions take them.
+
+    Where the data held chat messages, a prompt is the list of messages and a completion a list of one message, as in
+    TRL. Columns are those that any prompt has; a prompt without one gives None.
+    """
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    names = sorted({name for group in groups for name in group.prompt.columns})
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for group in groups:
+        chat = not isinstance(group.prompt.text, str)
+        for rollout in group.rollouts:
+            prompts.append(group.prompt.text)
+            completions.append([{"role": "assistant", "content": rollout.text}] if chat else rollout.text)
+            for name in names:
+                columns[name].append(group.prompt.columns.get(name))
+    return prompts, completions, columns
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,345 @@
+"""Every setting of a run: frozen dataclasses whose field docstrings are the help texts of the command line."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+AdvantagePreset = Literal["trl", "verl", "fastrl", "rloo", "dr_grpo"]
+PruneMethod = Literal["none", "mdap", "mdap_seed"]
+LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+
+def _require(ok: bool, field_name: str, rule: str, value: object) -> None:
+    """Raise ValueError naming the field, the rule and the value where a rule does not hold."""
+    if not ok:
+        raise ValueError(f"{field_name} must be {rule}, got {value!r}")
+
+
+def _positive(section: str, **values: float) -> None:
+    for name, value in values.items():
+        _require(value > 0, f"{section}.{name}", "greater than 0", value)
+
+
+def _not_negative(section: str, **values: float) -> None:
+    for name, value in values.items():
+        _require(value >= 0, f"{section}.{name}", "0 or greater", value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model that is trained."""
+
+    path: str
+    """A Hugging Face folder or hub id, `builtin:demo` (the shipped tiny model) or `builtin:smollm2` (needs the extra
+    `demo`)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of forward, backward and sampling; parameters and optimizer state are always kept in float32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The prompts to train on and how a row becomes a prompt."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, a `datasets` folder or hub id, `demo:train` or
+    `reasoning_gym:TASK?key=value`."""
+    split: str = "train"
+    """Split to load from a hub id or a folder with several splits."""
+    prompts_per_step: int = 16
+    """Prompts sampled in one step, over all ranks."""
+    prompt_column: str | None = None
+    """Column with the question; by default the first present of prompt, problem, question."""
+    answer_column: str | None = None
+    """Column with the right answer; by default the first present of answer, solution, ground_truth."""
+    system_prompt: str | None = None
+    """System message put before every question (needs a chat template)."""
+    instruction: str = ""
+    """Text put after every question, usually how to format the answer."""
+    chat_template: bool = True
+    """Apply the tokenizer's chat template; off: the question is the prompt, as it is."""
+    max_prompt_tokens: int = 2048
+    """Prompts longer than this are dropped and counted."""
+    shuffle: bool = True
+    """Visit the prompts in a new order each epoch (a function of the seed and the epoch)."""
+
+    def __post_init__(self) -> None:
+        _positive("data", prompts_per_step=self.prompts_per_step, max_prompt_tokens=self.max_prompt_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    engine: Literal["local"] = "local"
+    """The sampler: `local` decodes inside the training process."""
+    max_completion_tokens: int = 1024
+    """Completions are cut at this many tokens."""
+    temperature: float = 1.0
+    """Logits are divided by this before the softmax, in sampling and in training alike."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this; 1 = all."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0 = all."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest one; 0 = none."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+    tokens_per_batch: int = 32768
+    """Rows are decoded together while their prompt and completion tokens stay below this."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            "rollout",
+            max_completion_tokens=self.max_completion_tokens,
+            temperature=self.temperature,
+            tokens_per_batch=self.tokens_per_batch,
+        )
+        _require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
+        _require(0 <= self.min_p < 1, "rollout.min_p", "in [0, 1)", self.min_p)
+        _not_negative("rollout", top_k=self.top_k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTerm:
+    """One reward function and its weight in the sum."""
+
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How completions are graded."""
+
+    functions: dict[str, float] = field(default_factory=lambda: {"math": 1.0, "format": 0.5})
+    """Reward functions and their weights: math, exact, number, format, reasoning_gym, FILE.py:FUNCTION (TRL's
+    signature), verl:FILE.py:FUNCTION or easyr1:FILE.py:FUNCTION."""
+    workers: int = 2
+    """Grading processes per rank."""
+    timeout: float = 10.0
+    """Seconds one answer may take; its worker is then killed and the answer gets 0."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.functions), "reward.functions", "a non-empty mapping of names to weights", self.functions)
+        _positive("reward", workers=self.workers, timeout=self.timeout)
+
+    @property
+    def terms(self) -> list[RewardTerm]:
+        return [RewardTerm(name=name, weight=weight) for name, weight in self.functions.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """How many rollouts each prompt gets."""
+
+    kind: Literal["fixed"] = "fixed"
+    """`fixed`: the same number for every prompt."""
+    group_size: int = 8
+    """Rollouts per prompt."""
+
+    def __post_init__(self) -> None:
+        rule = "2 or greater (a group of one has no advantage)"
+        _require(self.group_size >= 2, "budget.group_size", rule, self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """How rewards become advantages."""
+
+    preset: AdvantagePreset = "fastrl"
+    """Group normalisation as in: trl (sample std + 1e-4), verl and fastrl (sample std + 1e-6), rloo, dr_grpo (mean
+    only)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig:
+    """Which rollouts are dropped after grading, before any forward pass is spent on them."""
+
+    method: PruneMethod = "mdap"
+    """`mdap`: per advantage class keep rollouts that differ from every kept one (paper); `mdap_seed`: that differ from
+    the first one (the authors' code); `none`."""
+    tau: float = 0.8
+    """Smallest Jaccard distance at which two rollouts of one class both stay."""
+    weighting: Literal["none", "multiplicity"] = "none"
+    """`multiplicity`: a kept rollout also carries the weight of the pruned ones nearest to it."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.tau <= 1, "prune.tau", "in [0, 1]", self.tau)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The policy objective."""
+
+    kind: LossKind = "grpo"
+    """Row of settings: grpo, dapo, dr_grpo, gspo, gspo_token, cispo. The fields below override the row where given."""
+    clip_low: float | None = None
+    """Ratios are clipped below at 1 - clip_low; by default the kind's own."""
+    clip_high: float | None = None
+    """Ratios are clipped above at 1 + clip_high; by default the kind's own."""
+    dual_clip: float | None = None
+    """Bound on the loss of negative advantages, in units of the advantage (verl's clip_ratio_c); by default none."""
+    aggregation: Aggregation | None = None
+    """How token losses are summed over a step; by default the kind's own."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty against the frozen starting model; 0 = no reference model at all."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL: k1 = log ratio, k2 = half its square, k3 = low-variance (exp(-r) - 1 + r)."""
+
+    def __post_init__(self) -> None:
+        _not_negative("loss", kl_coef=self.kl_coef)
+        for name in ("clip_low", "clip_high"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"loss.{name}", "0 or greater", value)
+        _require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "greater than 1", self.dual_clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesConfig:
+    """How the rollouts of a step become optimizer steps."""
+
+    minibatches: int = 1
+    """Optimizer steps per epoch over the rollouts of a step."""
+    epochs: int = 1
+    """Passes over the rollouts of a step."""
+    tokens_per_microbatch: int = 16384
+    """Tokens packed into one forward and backward pass of one rank."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """`recompute`: one forward pass before the first of several updates (free with a single one); `rollout`: the
+    sampler's."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            "updates",
+            minibatches=self.minibatches,
+            epochs=self.epochs,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or down to 0 at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+
+    def __post_init__(self) -> None:
+        _positive("optimizer", lr=self.lr, max_grad_norm=self.max_grad_norm)
+        _not_negative("optimizer", weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
+        _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", "two numbers in [0, 1)", self.betas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Accuracy on held-out prompts: avg@k and pass@k."""
+
+    path: str | None = None
+    """Held-out data, in any form that data.path takes; none = no evaluation."""
+    split: str = "test"
+    """Split to load from a hub id or a folder with several splits."""
+    every: int = 0
+    """Evaluate every this many steps, besides before the first and after the last; 0 = only then."""
+    prompts: int = 256
+    """Use at most this many prompts, the first ones."""
+    samples: int = 1
+    """Completions per prompt, k."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    reward: str | None = None
+    """Reward function that decides right (1) or wrong; by default the first of reward.functions."""
+
+    def __post_init__(self) -> None:
+        _positive("eval", prompts=self.prompts, samples=self.samples, temperature=self.temperature)
+        _not_negative("eval", every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved to go on from."""
+
+    every: int = 50
+    """Save every this many steps, and after the last; 0 = only after the last."""
+    keep: int = 2
+    """Newest checkpoints kept; an older one is removed only after a newer one is complete."""
+
+    def __post_init__(self) -> None:
+        _not_negative("checkpoint", every=self.every)
+        _positive("checkpoint", keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where metrics go besides metrics.jsonl and the console."""
+
+    trackers: list[Tracker] = field(default_factory=list)
+    """Any of tensorboard, wandb, trackio; each must be installed."""
+    rollouts: bool = True
+    """Write every rollout with its reward, advantage and fate to rollouts.jsonl."""
+
+    def __post_init__(self) -> None:
+        for tracker in self.trackers:
+            _require(tracker in get_args(Tracker), "log.trackers", f"made of {', '.join(get_args(Tracker))}", tracker)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    prune: PruneConfig = field(default_factory=PruneConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    updates: UpdatesConfig = field(default_factory=UpdatesConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    max_steps: int | None = None
+    """Steps to train; by default `epochs` passes over the data."""
+    epochs: int = 1
+    """Passes over the data where max_steps is not given."""
+    seed: int = 0
+    """Seed of data order and sampling: the same seed gives the same run."""
+    run_dir: str | None = None
+    """Folder of the run; by default runs/RECIPE-HASH. A folder with an unfinished run of the same config is resumed."""
+    overwrite: bool = False
+    """Delete what is in run_dir and start anew."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_steps is None or self.max_steps > 0, "max_steps", "greater than 0", self.max_steps)
+        _positive("config", epochs=self.epochs)
+        _require(self.seed >= 0, "seed", "0 or greater", self.seed)
+        _require(
+            self.eval.reward is None or self.eval.reward in self.reward.functions,
+            "eval.reward",
+            f"one of reward.functions ({', '.join(self.reward.functions)})",
+            self.eval.reward,
+        )
+        updates = self.updates.minibatches * self.updates.epochs
+        _require(
+            self.updates.minibatches <= self.data.prompts_per_step,
+            "updates.minibatches",
+            f"at most data.prompts_per_step ({self.data.prompts_per_step})",
+            self.updates.minibatches,
+        )
+        _require(updates < 10_000, "updates.minibatches x updates.epochs", "below 10000", updates)

@@ -1,0 +1,174 @@
+"""Makes the demo's base model: text, tokenizer and a tiny Llama, trained on partly wrong demonstrations (CPU, minutes)."""
+
+import argparse
+import math
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fastrl_fast.demo import MODEL_DIR
+from fastrl_fast.demo.task import QUESTIONS, RIGHT_SHARE, demonstration, examples
+
+VOCABULARY = 896
+NUMBER_WEIGHT = 8.0
+"""Weight of a number's loss: the skill hides in two of some 25 tokens, and is learned several times faster with it."""
+
+
+def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`: lossless on any text; two-digit numbers are one token each."""
+    bpe = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(r" ?[^\s\d]+|\d+|\s"), behavior="isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}",
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A randomly initialised float32 Llama of about 0.6M parameters with tied embeddings."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        initializer_range=0.04,
+    )
+    return LlamaForCausalLM(config)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]], rng: random.Random, *, right_share: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [B, T] (right-padded) and labels [B, T] (-100 outside the completion and its end) of one batch."""
+    prompts = [tokenizer.encode(row["prompt"] + "\n", add_special_tokens=False) for row in rows]
+    answers = [tokenizer.encode(demonstration(row, rng, right_share=right_share)) for row in rows]
+    width = max(len(p) + len(a) + 1 for p, a in zip(prompts, answers, strict=True))
+    ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), width), -100)
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        whole = torch.tensor([*prompt, *answer, tokenizer.eos_token_id])
+        ids[index, : len(whole)] = whole
+        labels[index, len(prompt) : len(whole)] = whole[len(prompt) :]
+    return ids, labels
+
+
+def pretrain(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    right_share: float | None,
+    seed: int,
+) -> None:
+    """Trains `model` in place on demonstrations (`right_share`: see `demonstration`): AdamW, warm-up, cosine decay.
+
+    Loss: weighted mean of the next-token cross-entropy over the completions; numbers weigh NUMBER_WEIGHT.
+    """
+    rng = random.Random(seed)
+    stream = examples("train", steps * batch, seed)
+    weights = torch.ones(len(tokenizer))
+    weights[[tokenizer.convert_tokens_to_ids(str(number)) for number in range(10, 100)]] = NUMBER_WEIGHT
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    start = time.monotonic()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        ids, labels = encode(tokenizer, [next(stream) for _ in range(batch)], rng, right_share=right_share)
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        wanted = labels[:, 1:] != -100
+        loss = F.cross_entropy(model.lm_head(hidden[wanted]), labels[:, 1:][wanted], weight=weights)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1}: loss {loss.item():.4f}, {time.monotonic() - start:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def sampled_accuracy(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]
+) -> dict[str, float]:
+    """Share of `rows` whose completion, sampled once at temperature 1, boxes the answer: by operation and "all"."""
+    enc = tokenizer([row["prompt"] + "\n" for row in rows], return_tensors="pt", padding=True)
+    out = model.generate(
+        input_ids=enc["input_ids"], attention_mask=enc["attention_mask"], max_new_tokens=64, do_sample=True, top_k=0
+    )
+    texts = tokenizer.batch_decode(out[:, enc["input_ids"].shape[1] :], skip_special_tokens=True)
+    right: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+    for row, text in zip(rows, texts, strict=True):
+        boxed = re.findall(r"\\boxed\{(\d+)\}", text)
+        for key in (row["operation"], "all"):
+            seen[key] += 1
+            right[key] += boxed == [row["answer"]]
+    return {key: right[key] / seen[key] for key in (*QUESTIONS, "all")}
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes the tokenizer and a bfloat16 copy of the model to `folder` in transformers' format."""
+    tokenizer.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def main() -> None:
+    """Trains, saves and prints the sampled accuracy of each operation beside the share of right demonstrations."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="folder to write")
+    parser.add_argument("--skill-steps", type=int, default=1000, help="steps on right demonstrations only")
+    parser.add_argument("--error-steps", type=int, default=400, help="steps on partly wrong demonstrations after them")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    corpus = [f"{row['prompt']}\n{demonstration(row, rng)}" for row in examples("train", 20000, args.seed)]
+    tokenizer = build_tokenizer(corpus)
+    model = build_model(tokenizer)
+    print(f"{model.num_parameters()} parameters, {len(tokenizer)} tokens", flush=True)
+    pretrain(
+        model, tokenizer, steps=args.skill_steps, batch=args.batch, lr=3e-3, right_share=1.0, seed=args.seed
+    )
+    pretrain(
+        model, tokenizer, steps=args.error_steps, batch=args.batch, lr=1e-3, right_share=None, seed=args.seed + 1
+    )
+    save(model, tokenizer, args.out)
+    model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+    for name, share in sampled_accuracy(model, tokenizer, list(examples("heldout", 1024, args.seed))).items():
+        print(f"{name}: sampled {share:.3f}, demonstrations {RIGHT_SHARE.get(name, math.nan):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Process group, sharding, and the few collectives of a step; everything works with one process too."""
+
+import os
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+T = TypeVar("T")
+
+
+def start() -> torch.device:
+    """Join the process group that torchrun describes (or a group of one) and return this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=30)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def shard(model: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype) -> None:
+    """Shard `model` over all ranks with FSDP2, each of `layers` as a unit of its own; computes in `dtype`, reduces in
+    float32.
+
+    With one rank and float32 nothing would change, so nothing is done.
+    """
+    if world_size() == 1 and dtype == torch.float32:
+        return
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+
+
+def set_last_microbatch(model: nn.Module, last: bool) -> None:
+    """Reduce gradients over the ranks only with the last micro-batch of an update."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+def share(count: int) -> slice:
+    """This rank's part of `count` items; the parts' sizes differ by at most one."""
+    size, longer = divmod(count, world_size())
+    start = rank() * size + min(rank(), longer)
+    return slice(start, start + size + (rank() < longer))
+
+
+def gather_lists(items: list[T]) -> list[T]:
+    """The items of all ranks, in rank order, on every rank."""
+    if world_size() == 1:
+        return items
+    parts: list[Any] = [None] * world_size()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """The sum over all ranks, on every rank."""
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def agree(error: str | None) -> None:
+    """Raise ValueError on every rank with the first rank's message when any rank has one."""
+    for message in gather_lists([error]):
+        if message is not None:
+            raise ValueError(message)

@@ -1,0 +1,58 @@
+"""`python -m fastrl_fast.evaluate [RUN_DIR] [--config ...] [--eval.path ...]`: avg@k and pass@k on held-out prompts.
+
+With a run folder its settings are the starting point and the newest checkpoint's weights are measured; without one, the
+model of the config as it is.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from . import cli, distributed, run_folder
+from .accuracy import build_accuracy
+from .builtin import resolve_model
+from .checkpoint import load_weights
+from .config import Config
+from .model import load_causal_lm, load_tokenizer
+from .rewards import Grader
+from .rollout import build_sampler
+
+
+def main() -> int:
+    argv = sys.argv[1:]
+    run = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    if run is not None:
+        run_folder.load_settings(run)
+        argv = ["--config", str(run / run_folder.CONFIG_FILE), *argv]
+    config, _ = cli.parse(argv, prog="fastrl_fast.evaluate")
+    device = distributed.start()
+    try:
+        result = evaluate(config, run, device)
+    finally:
+        distributed.stop()
+    print(json.dumps(result))
+    return 0
+
+
+def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str, float]:
+    """Measure the run's newest weights, or the config's model. Raises ValueError where no held-out data is
+    configured."""
+    if config.eval.path is None:
+        raise ValueError("eval.path must name held-out data, got None")
+    model_path = resolve_model(config.model.path)
+    tokenizer = load_tokenizer(model_path, config.model)
+    with Grader(config.reward.terms, workers=config.reward.workers, timeout=config.reward.timeout) as grader:
+        accuracy = build_accuracy(config, tokenizer, grader)
+        assert accuracy is not None, "eval.path was checked"
+        lm = load_causal_lm(model_path, config.model)
+        lm = lm.to(getattr(torch, config.model.dtype)).eval().requires_grad_(False).to(device)
+        sampler = build_sampler(config.rollout, lm, tokenizer)
+        if run is not None:
+            sampler.load_weights(load_weights(run / "checkpoints").items())
+        return accuracy.measure(sampler)
+
+
+if __name__ == "__main__":
+    cli.run(main)

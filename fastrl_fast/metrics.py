@@ -1,0 +1,189 @@
+"""Where the numbers of a run go: metrics.jsonl, rollouts.jsonl, the console and trackers; and the clock that times
+phases."""
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import nvtx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .config import Tracker
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PHASES = ("sample", "grade", "prune", "pack", "score", "update", "sync", "evaluate", "save")
+"""Phases of a step in order; seconds are reported under these names, and profilers show ranges of the same names."""
+
+
+class Clock:
+    """Seconds spent in each phase since the last `take`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with nvtx.annotate(phase, domain="fastrl_fast"):
+            yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+class HasClock(Protocol):
+    clock: Clock
+
+
+def phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator for a method of an object with a `clock`: times it and shows it as a range in profilers."""
+    assert name in PHASES, f"{name} is not one of {PHASES}"
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            owner: HasClock = args[0]  # type: ignore[assignment]
+            with owner.clock.measure(name):
+                return method(*args, **kwargs)
+
+        return timed
+
+    return decorate
+
+
+class RunLog:
+    """Writes a run's metrics; made on rank 0 only."""
+
+    def __init__(self, folder: Path, *, total_steps: int, trackers: list[Tracker], settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self.console = Console(soft_wrap=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.task = self.progress.add_task("training", total=total_steps)
+        self.trackers = [build_tracker(name, folder, settings) for name in _with_tensorboard(trackers)]
+
+    def resume_at(self, step: int) -> None:
+        """Forget what was written for steps after `step`: those steps are trained again."""
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            path = self.folder / name
+            if path.is_file():
+                _keep_lines(path, lambda record: record["step"] <= step)
+        self.progress.update(self.task, completed=step)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def during(self, text: str) -> None:
+        """Show what the run is doing beside the progress bar."""
+        self.progress.update(self.task, description=text)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one step's metrics, and one line for the reader."""
+        _append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
+        self.say(step_line(step, metrics))
+        self.progress.update(self.task, completed=step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step)
+
+    def rollouts(self, records: list[dict[str, Any]]) -> None:
+        _append(self.folder / "rollouts.jsonl", records)
+
+    def close(self) -> None:
+        self.progress.stop()
+        for tracker in self.trackers:
+            tracker.close()
+
+
+def step_line(step: int, metrics: dict[str, float]) -> str:
+    """One line: reward, kept fraction, dead groups, tokens, seconds per phase, and accuracy where it was measured."""
+    seconds = " ".join(
+        f"{name} {metrics[f'seconds/{name}']:.2f}" for name in PHASES if metrics.get(f"seconds/{name}", 0) >= 0.005
+    )
+    measured = {k.removeprefix("eval/"): v for k, v in metrics.items() if k.startswith(("eval/avg", "eval/pass"))}
+    accuracy = "".join(f"  {name} {value:.3f}" for name, value in measured.items())
+    return (
+        f"step {step:4d}  reward {metrics['reward/mean']:.3f}  kept {metrics['rollouts/kept_fraction']:4.0%}  "
+        f"dead {metrics['groups/dead']:.0f}/{metrics['groups/count']:.0f}  "
+        f"tokens {metrics['tokens/generated']:.0f} -> {metrics['tokens/trained']:.0f}  "
+        f"{metrics['seconds/step']:.2f} s ({seconds}){accuracy}"
+    )
+
+
+class MetricTracker(Protocol):
+    """An experiment tracker."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class RunTracker:
+    """wandb, or trackio with the same interface."""
+
+    def __init__(self, module: Any, folder: Path, settings: dict[str, Any]) -> None:
+        self.run = module.init(project="fastrl_fast", name=folder.name, config=settings)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def check_trackers(trackers: list[Tracker]) -> None:
+    """Raise ValueError for a tracker that is not installed."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"log.trackers: {name} is not installed; pip install {name}")
+
+
+def build_tracker(name: Tracker, folder: Path, settings: dict[str, Any]) -> MetricTracker:
+    if name == "tensorboard":
+        return TensorBoard(folder)
+    return RunTracker(importlib.import_module(name), folder, settings)
+
+
+def _with_tensorboard(trackers: list[Tracker]) -> list[Tracker]:
+    """TensorBoard needs no account and no network, so it is on wherever it is installed."""
+    installed = importlib.util.find_spec("tensorboard") is not None
+    return [*trackers, "tensorboard"] if installed and "tensorboard" not in trackers else trackers
+
+
+def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a .jsonl with the records to keep; a torn last line, left by a killed process, goes too."""
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and keep(json.loads(line))]
+    beside = path.with_suffix(".partial")
+    beside.write_text("".join(kept))
+    beside.replace(path)

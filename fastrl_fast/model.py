@@ -1,0 +1,196 @@
+"""The policy: a Hugging Face causal model that reads packed rows and answers with logprobs, never with logits."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from .config import ModelConfig
+from .ops import packed_logprobs
+from .ops.packed_attention import packed_attention, segments
+from .packing import ModelShape
+from .types import PackedBatch
+
+# Its bars for loading weights would run into ours.
+transformers_logging.disable_progress_bar()
+
+PACKED = "fastrl_packed"
+"""Name of our attention in transformers' registry."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_segments: Any = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    assert packed_segments is not None, f"{PACKED} attention needs the segments of a packed row"
+    if softcap is not None or s_aux is not None:
+        raise ValueError("model.path: models with soft-capped attention scores or attention sinks are not supported")
+    return packed_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
+
+
+AttentionInterface.register(PACKED, _attention)
+AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+def _check_no_leak(config: Any) -> None:
+    """Raise ValueError for layers that mix positions by other means than our attention and so know no borders."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ValueError(f"model.path: layer_types must be full_attention or sliding_attention, got {sorted(kinds)}")
+    if (chunk := getattr(config, "attention_chunk_size", None)) is not None:
+        raise ValueError(f"model.path: attention_chunk_size must be none, got {chunk}")
+
+
+class LogprobHead(nn.Module):
+    """The LM head as a module of its own: under FSDP2 its weight is whole only inside its own forward."""
+
+    def __init__(self, output: nn.Linear, *, softcap: float | None, logit_scale: float) -> None:
+        super().__init__()
+        self.weight = output.weight
+        self.bias = output.bias
+        self.softcap = softcap
+        self.logit_scale = logit_scale
+
+    def forward(self, hidden: Tensor, targets: Tensor, row_index: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return packed_logprobs(
+            hidden,
+            self.weight,
+            targets,
+            row_index=row_index,
+            bias=self.bias,
+            temperature=temperature,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+        )
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward maps a packed batch to (logprobs [N], entropy [N]) of its targets,
+    float32."""
+
+    def __init__(self, lm: PreTrainedModel, *, temperature: float) -> None:
+        super().__init__()
+        config = lm.config
+        _check_no_leak(config)
+        output = lm.get_output_embeddings()
+        head = LogprobHead(
+            output,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            logit_scale=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
+        )
+        lm.set_output_embeddings(head)
+        lm.set_attn_implementation(PACKED)
+        self.lm = lm
+        self.temperature = temperature
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.lm.base_model
+
+    @property
+    def head(self) -> LogprobHead:
+        return self.lm.get_output_embeddings()
+
+    @property
+    def tied(self) -> bool:
+        return self.head.weight is self.lm.get_input_embeddings().weight
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the cost of a sequence depends on; call it before sharding."""
+        config = self.lm.config
+        embedding = self.lm.get_input_embeddings().weight.numel()
+        inner = sum(p.numel() for p in self.decoder.parameters()) - embedding
+        return ModelShape(parameters=inner, layers=config.num_hidden_layers, hidden=config.hidden_size)
+
+    @property
+    def shard_units(self) -> list[nn.Module]:
+        """Modules whose weights FSDP2 gathers one at a time: each layer, and the head where it has a weight of its
+        own."""
+        return [*self.decoder.layers, *([] if self.tied else [self.head])]
+
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        hidden = self.decoder(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            packed_segments=segments(batch.cu_seqlens),
+        ).last_hidden_state[0]
+        return self.head(hidden, batch.targets, batch.row_index, self.temperature)
+
+
+def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+
+
+def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
+    """Load the model in float32, dropout off.
+
+    Raises ValueError where transformers finds no causal language model at `path`.
+    """
+    try:
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        for name, value in settings.to_dict().items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(settings, name, 0.0)
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            config=settings,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: cannot load {config.path!r}: {' '.join(str(error).split())}") from error
+
+
+def build_policy(lm: PreTrainedModel, config: ModelConfig, *, temperature: float) -> Policy:
+    """Wrap a loaded model for training; the model's head and attention are replaced in place."""
+    if config.activation_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(lm, temperature=temperature).train()
+
+
+def sampler_copy(lm: PreTrainedModel, *, dtype: torch.dtype) -> PreTrainedModel:
+    """A frozen copy of a freshly loaded model, in the dtype it samples in."""
+    return copy.deepcopy(lm).to(dtype).eval().requires_grad_(False)
+
+
+def frozen_copy(policy: Policy) -> Policy:
+    """The reference policy: the same weights, never trained."""
+    return copy.deepcopy(policy).eval().requires_grad_(False)
+
+
+def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter by its Hugging Face name as a whole tensor; under FSDP2 all ranks must iterate together."""
+    for name, parameter in policy.lm.named_parameters():
+        whole = parameter.detach()
+        yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+
+
+def save_pretrained(lm_folder: str, weights: dict[str, Tensor], out: Path, config: ModelConfig) -> None:
+    """Write a Hugging Face folder: `weights` by name, configuration and tokenizer from `lm_folder`."""
+    lm = load_causal_lm(lm_folder, config)
+    lm.load_state_dict(weights, strict=False)
+    missing = set(dict(lm.named_parameters())) - set(weights)
+    assert not missing, f"weights lack {sorted(missing)}"
+    lm.save_pretrained(out)
+    load_tokenizer(lm_folder, config).save_pretrained(out)

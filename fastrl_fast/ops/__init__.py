@@ -1,0 +1,7 @@
+"""Operators on ragged arrays, with no notion of reinforcement learning: each is one compiled pass."""
+
+from fastrl_fast.ops.group_advantage import PRESETS, group_advantage
+from fastrl_fast.ops.packed_logprobs import packed_logprobs
+from fastrl_fast.ops.selection import RULES, select_diverse
+
+__all__ = ["PRESETS", "RULES", "group_advantage", "packed_logprobs", "select_diverse"]

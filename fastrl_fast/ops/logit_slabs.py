@@ -1,0 +1,225 @@
+"""Walk the logits of a language-model head slab by slab of the vocabulary, without ever holding them all.
+
+The GEMMs are torch's. The one-pass work on each slab is a kernel of csrc/kernels/packed_logprobs.h for float32 on the
+CPU, and the same formulas in plain torch elsewhere (CUDA, float64).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl_fast.ops._lib import kernels
+
+
+class SlabLimits(NamedTuple):
+    """The largest slab of logits held at a time."""
+
+    elements: int
+    rows: int
+    """More rows than this are walked in blocks under the same slab of the weight."""
+    columns: int
+    """Bounds the up-cast slab of the weight where there are few rows."""
+
+
+LIMITS = {"cpu": SlabLimits(1 << 20, 1024, 4096), "cuda": SlabLimits(1 << 26, 8192, 32768)}
+"""4 MB of float32 logits stay in a CPU's cache; 256 MB keep a GPU's GEMM busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The last layer: z = softcap(x * logit_scale) / temperature with x = h . W_v + b_v."""
+
+    weight: Tensor
+    """[V, H], any float dtype."""
+    bias: Tensor | None
+    """[V] or None."""
+    temperature: float
+    softcap: float | None
+    """softcap(u) = softcap * tanh(u / softcap)."""
+    logit_scale: float
+    dtype: torch.dtype
+    """What is computed in: float32, or float64."""
+
+    @property
+    def scale(self) -> float:
+        """What a slab made by `fill` must be multiplied by to be z."""
+        return (self.logit_scale if self.softcap is None else self.softcap) / self.temperature
+
+    def part(self, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the slab of the weight and bias, up-cast."""
+        bias = None if self.bias is None else self.bias[columns].to(self.dtype)
+        return self.weight[columns].to(self.dtype), bias
+
+    def fill(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Write x, or tanh(x * logit_scale / softcap), into `logits` [rows, columns]."""
+        torch.mm(hidden, weight.t(), out=logits)
+        if bias is not None:
+            logits.add_(bias)
+        if self.softcap is not None:
+            logits.mul_(self.logit_scale / self.softcap).tanh_()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grads:
+    """What the backward needs per target besides the logits; all [N]."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    entropy: Tensor
+    logprobs: Tensor
+    """Upstream gradient of the logprobs."""
+    upstream_entropy: Tensor
+    """Upstream gradient of the entropy."""
+
+    def __getitem__(self, rows: slice | Tensor) -> "Grads":
+        return Grads(
+            row_max=self.row_max[rows],
+            log_sum=self.log_sum[rows],
+            entropy=self.entropy[rows],
+            logprobs=self.logprobs[rows],
+            upstream_entropy=self.upstream_entropy[rows],
+        )
+
+
+def forward(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """Return [4, N]: the largest z, sum e^(z - max), sum (z - max) e^(z - max) and the target's z of each row.
+
+    hidden [N, H] in `head.dtype`; targets [N]. A target outside the vocabulary leaves NaN in the last row.
+    """
+    n = hidden.shape[0]
+    sums = hidden.new_zeros(4, n)
+    sums[0] = -math.inf
+    sums[3] = math.nan
+    rows_at_once, columns_at_once, buffer = _plan(n, head)
+    for columns in _slices(head.weight.shape[0], columns_at_once):
+        weight, bias = head.part(columns)
+        for rows in _slices(n, rows_at_once):
+            logits = _view(buffer, rows, columns)
+            head.fill(logits, hidden[rows], weight, bias)
+            _fold(logits, targets[rows], columns.start, head.scale, sums[:, rows])
+    return sums
+
+
+def backward(
+    hidden: Tensor, targets: Tensor, head: Head, grads: Grads, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden [N, H] (in `head.dtype`), weight and bias (in their dtypes) where `needs` asks.
+
+    The logits are made again. The vocabulary is the outer loop: each slab of the weight's gradient is written once,
+    summed in `head.dtype` (the bias in float64), and the gradient of `hidden` accumulates.
+    """
+    n = hidden.shape[0]
+    allocate = torch.zeros_like if n == 0 else torch.empty_like
+    grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+    grad_weight = allocate(head.weight) if needs[1] else None
+    grad_bias = torch.zeros_like(head.bias) if needs[2] and head.bias is not None else None
+    if n == 0:
+        return grad_hidden, grad_weight, grad_bias
+    rows_at_once, columns_at_once, buffer = _plan(n, head)
+    for columns in _slices(head.weight.shape[0], columns_at_once):
+        weight, bias = head.part(columns)
+        weight_sum = None if grad_weight is None else _sum_place(grad_weight[columns], head.dtype)
+        bias_sum = weight.new_zeros(weight.shape[0], dtype=torch.float64)  # a plain sum over all rows
+        for rows in _slices(n, rows_at_once):
+            logits = _view(buffer, rows, columns)
+            head.fill(logits, hidden[rows], weight, bias)
+            _differentiate(logits, targets[rows], columns.start, head, grads[rows])
+            if grad_hidden is not None:
+                grad_hidden[rows].addmm_(logits, weight)
+            if weight_sum is not None:
+                weight_sum.addmm_(logits.t(), hidden[rows], beta=int(rows.start > 0))
+            if grad_bias is not None:
+                bias_sum += logits.sum(0, dtype=torch.float64)
+        if grad_weight is not None and weight_sum is not None and weight_sum.dtype != grad_weight.dtype:
+            grad_weight[columns] = weight_sum
+        if grad_bias is not None:
+            grad_bias[columns] = bias_sum
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _sum_place(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return where a slab of the weight's gradient is summed: in its place, unless that is of lower precision."""
+    return part if part.dtype == dtype else torch.empty_like(part, dtype=dtype)
+
+
+def _plan(rows: int, head: Head) -> tuple[int, int, Tensor]:
+    """Choose rows and columns of a slab, and allocate the one buffer that all slabs share."""
+    limits = LIMITS[head.weight.device.type]
+    rows = max(1, min(rows, limits.rows))
+    columns = max(1, min(head.weight.shape[0], limits.columns, limits.elements // rows))
+    return rows, columns, head.weight.new_empty(rows * columns, dtype=head.dtype)
+
+
+def _slices(total: int, step: int) -> Iterator[slice]:
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
+def _view(buffer: Tensor, rows: slice, columns: slice) -> Tensor:
+    shape = (rows.stop - rows.start, columns.stop - columns.start)
+    return buffer[: shape[0] * shape[1]].view(shape)
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype == torch.float32
+
+
+def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tensor) -> None:
+    """Add a slab to the running sums [4, rows]."""
+    rows, columns = logits.shape
+    if _has_kernel(logits):
+        kernels.logit_fold_cpu(
+            logits.data_ptr(), rows, columns, columns, start, targets.data_ptr(), scale,
+            sums[0].data_ptr(), sums[1].data_ptr(), sums[2].data_ptr(), sums[3].data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return
+    old_max, old_sum, old_dsum, old_target = sums.unbind()
+    z = logits.mul_(scale)
+    row_max = torch.maximum(old_max, z.amax(1))
+    # -inf - -inf is NaN: a row that has met only -inf so far is measured from 0, and its old sums are 0 anyway
+    origin = torch.where(row_max == -math.inf, 0, row_max)
+    shift = torch.where(old_max == -math.inf, 0, old_max - origin)
+    d = (z - origin[:, None]).clamp_(min=_lowest_exponent(z.dtype))
+    e = d.exp()
+    here, column = _target_column(targets, start, columns)
+    old_target.copy_(torch.where(here, z.gather(1, column)[:, 0], old_target))
+    old_dsum.copy_(shift.exp() * (old_dsum + shift * old_sum) + (e * d).sum(1))
+    old_sum.copy_(shift.exp() * old_sum + e.sum(1))
+    old_max.copy_(row_max)
+
+
+def _differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grads: Grads) -> None:
+    """Overwrite a slab from `Head.fill` with the gradient of x = h . W_v + b_v."""
+    slope = None if head.softcap is None else torch.addcmul(torch.ones_like(logits), logits, logits, value=-1)
+    rows, columns = logits.shape
+    if _has_kernel(logits):
+        kernels.logit_grad_cpu(
+            logits.data_ptr(), rows, columns, columns, start, targets.data_ptr(), head.scale,
+            grads.row_max.data_ptr(), grads.log_sum.data_ptr(), grads.entropy.data_ptr(),
+            grads.logprobs.data_ptr(), grads.upstream_entropy.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+    else:
+        lp = logits.mul_(head.scale).sub_(grads.row_max[:, None]).sub_(grads.log_sum[:, None])
+        lp.clamp_(min=_lowest_exponent(lp.dtype))
+        pull = grads.logprobs[:, None] + grads.upstream_entropy[:, None] * (lp + grads.entropy[:, None])
+        torch.mul(lp.exp(), pull, out=logits).mul_(-head.scale)
+        here, column = _target_column(targets, start, columns)
+        push = torch.where(here, grads.logprobs * head.scale, 0)[:, None]
+        logits.scatter_(1, column, logits.gather(1, column) + push)
+    if slope is not None and head.softcap is not None:
+        logits.mul_(slope).mul_(head.logit_scale / head.softcap)
+
+
+def _target_column(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return which targets lie in the slab, and a valid column [rows, 1] for each row."""
+    column = targets - start
+    return (column >= 0) & (column < columns), column.clamp(0, columns - 1)[:, None]
+
+
+def _lowest_exponent(dtype: torch.dtype) -> float:
+    """Below it e^d is not a normal number; clamping d there keeps d e^d from being -inf * 0."""
+    return math.log(torch.finfo(dtype).tiny)

@@ -1,0 +1,92 @@
+"""Each operator in plain float64 PyTorch or Python: slow, short and evidently right. Tests compare with these."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fastrl_fast.ops.group_advantage import PRESETS
+
+
+def packed_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    row_index: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Return logprobs [N] and entropy [N] in `dtype` from a whole [N, V] log_softmax; autograd gives the gradients."""
+    rows = hidden if row_index is None else hidden[row_index]
+    logits = rows.to(dtype) @ weight.to(dtype).t()
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    finite = log_p.masked_fill(log_p == -math.inf, 0)  # 0 ln 0 = 0
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(1)
+
+
+def group_advantage(rewards: Tensor, cu_group_sizes: Tensor, *, preset: str = "trl") -> tuple[Tensor, Tensor]:
+    """Return advantages [N] float64 and dead [G] bool, group by group."""
+    p = PRESETS[preset]
+    advantages, dead = torch.zeros(rewards.shape, dtype=torch.float64), []
+    offsets = cu_group_sizes.tolist()
+    for begin, end in pairwise(offsets):
+        group = rewards[begin:end].to(torch.float64)
+        graded = group[~group.isnan()]
+        n = graded.numel()
+        dead.append(n < 2 or bool(graded.min() == graded.max()))
+        if dead[-1]:
+            continue
+        centred = group - graded.mean()
+        if p.divide_by_std:
+            centred = centred / (graded.std(correction=p.ddof) + p.eps)
+        if p.leave_one_out:
+            centred = centred * n / (n - 1)
+        advantages[begin:end] = centred.nan_to_num(nan=0.0)
+    return advantages, torch.tensor(dead, dtype=torch.bool)
+
+
+def select_diverse(
+    token_ids: Tensor,
+    cu_seqlens: Tensor,
+    cu_group_sizes: Tensor,
+    classes: Tensor,
+    *,
+    rule: str = "mdap",
+    tau: float = 0.8,
+    ngram: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Return kept [N] and representative [N] with Python sets and exact fractions."""
+    tokens, cuts, groups, labels = token_ids.tolist(), cu_seqlens.tolist(), cu_group_sizes.tolist(), classes.tolist()
+    sets = [{tuple(tokens[p : p + ngram]) for p in range(begin, end - ngram + 1)} for begin, end in pairwise(cuts)]
+
+    def jaccard(i: int, j: int) -> Fraction:
+        united = len(sets[i] | sets[j])
+        return Fraction(len(sets[i] & sets[j]), united) if united else Fraction(1)
+
+    bound = 1 - Fraction(round(tau * 1_000_000), 1_000_000)
+    kept, representative = [False] * len(labels), [-1] * len(labels)
+    for begin, end in pairwise(groups):
+        for label in {x for x in labels[begin:end] if x >= 0}:
+            members = [i for i in range(begin, end) if labels[i] == label]
+            chosen: list[int] = []
+            for i in members:
+                if rule == "mdap":
+                    kept[i] = all(jaccard(i, j) <= bound for j in chosen)
+                else:
+                    kept[i] = not chosen or jaccard(i, chosen[0]) < bound
+                if kept[i]:
+                    chosen.append(i)
+            for i in members:
+                representative[i] = i if kept[i] else max(chosen, key=lambda j: (jaccard(i, j), -j))
+    return torch.tensor(kept, dtype=torch.bool), torch.tensor(representative, dtype=torch.int64)

@@ -1,0 +1,103 @@
+r"""Where a completion states its answer: <answer> blocks, \boxed and \fbox, `####`, "the answer is", or all of it."""
+
+import re
+from typing import Any
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_THOUGHT_END = re.compile(r"</think(?:ing)?>")
+_HASHES = re.compile(r"####[ \t]*([^\n]+)")
+_PHRASE = re.compile(
+    r"(?:\banswer\b[*_ \t]*(?:is|are|:|=)|答案)[*_ \t]*(?:is|为|是)?[:：=*_ \t]*([^\n]+)", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[。！]|[.!](?=\s|$)")
+_LONGEST_BARE = 200
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, be it a string or, as in TRL, a list of chat messages (the last one counts)."""
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        content = completion[-1].get("content") or ""
+        if isinstance(content, str):
+            return content
+        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return "" if completion is None or completion == [] else str(completion)
+
+
+def gold_text(gold: Any) -> str | None:
+    """The right answer as text: numbers are written out, None stays None, of GSM8K's only what follows `####`."""
+    if gold is None:
+        return None
+    if hasattr(gold, "item") and not isinstance(gold, (int, float, str)):
+        gold = gold.item()
+    text = str(gold).strip()
+    found = _HASHES.findall(text)
+    return found[-1].strip() if found else text
+
+
+def find_boxes(text: str) -> list[str]:
+    r"""The contents of the outermost \boxed{...} and \fbox{...}, in order; unclosed ones are left out. Linear time."""
+    starts = {found.end() for found in _BOX.finditer(text)}
+    if not starts:
+        return []
+    boxes: list[tuple[int, int]] = []
+    open_braces: list[int] = []
+    for brace in _BRACE.finditer(text, min(starts)):
+        if brace[0] == "{":
+            open_braces.append(brace.start())
+        elif brace[0] == "}" and open_braces:
+            start = open_braces.pop()
+            if start in starts:
+                while boxes and boxes[-1][0] > start:  # it was inside this one
+                    boxes.pop()
+                boxes.append((start, brace.start()))
+    return [text[start + 1 : end] for start, end in boxes]
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last box, taken out of boxes inside it too; None where no box was closed."""
+    boxes = find_boxes(text)
+    while boxes and (inner := find_boxes(boxes[-1])):
+        boxes = inner
+    return boxes[-1].strip() if boxes else None
+
+
+def final_answer(text: str, *, truncated: bool = False) -> str | None:
+    """The answer that a completion marks as its own, or None; what follows a closed block of thoughts goes first.
+
+    In order: the last <answer> block (the box in it, if any), the last box, the line after the last `####`, what
+    follows the last "answer is". Of a `truncated` completion only the first two count: half an answer may be right.
+    """
+    tail = _THOUGHT_END.split(text)[-1]
+    for region in (tail, text) if tail is not text and len(tail) < len(text) else (text,):
+        answer = _marked(region, truncated)
+        if answer is not None:
+            return answer
+    return None
+
+
+def bare_answer(text: str) -> str | None:
+    r"""The whole text after any thoughts where it is one short line without a box; None otherwise."""
+    text = _THOUGHT_END.split(text)[-1].strip()
+    return text if text and len(text) <= _LONGEST_BARE and "\n" not in text and not _BOX.search(text) else None
+
+
+def _marked(text: str, truncated: bool) -> str | None:
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    if start >= 0:
+        content = text[start + len("<answer>") : end].strip()
+        inside = last_box(content)
+        return content if inside is None else inside
+    box = last_box(text)
+    if box is not None or truncated:
+        return box
+    found = _HASHES.findall(text)
+    if found:
+        return str(found[-1]).strip()
+    found = _PHRASE.findall(text)
+    if found and "\\boxed" not in found[-1]:
+        return _SENTENCE_END.split(found[-1].strip(), maxsplit=1)[0].strip(" *_")
+    return None

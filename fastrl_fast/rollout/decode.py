@@ -1,0 +1,157 @@
+"""One decode batch: prompts of any lengths, rows that share a prompt's cache, rows that leave when done."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .kv_cache import RowCache, additive_mask
+from .token_choice import Truncation, choose
+
+_MASK_ELEMENTS = 1 << 25
+"""Largest attention mask of one prefill pass; more prompts take several passes."""
+_DONE_SHARE = 8
+"""Rows are taken out once one of this many is done: fewer would spend more on copying the cache than it saves."""
+_CUDA_CHECK_PERIOD = 8
+"""Steps between looks at which rows are done, where a look waits for the device."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodeBatch:
+    """What to decode together: P prompts, R rows.
+
+    source [R] int64 ascending: the prompt of each row; draws [R, steps] float64; limits [R] int64 >= 1: most tokens of
+    each row, at most `steps`.
+    """
+
+    prompts: list[list[int]]
+    source: Tensor
+    draws: Tensor
+    limits: Tensor
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows being decoded: place in the batch, newest token, its position, limit, mask, and whether done."""
+
+    index: Tensor
+    tokens: Tensor
+    positions: Tensor
+    limits: Tensor
+    mask: Tensor
+    done: Tensor
+
+    def select(self, keep: Tensor) -> "_Rows":
+        return _Rows(*(getattr(self, name).index_select(0, keep) for name in self.__slots__))
+
+
+class Decoder:
+    """Decodes batches with a causal LM, sampling from the first `vocabulary` ids; `is_stop` [vocabulary] bool."""
+
+    def __init__(self, model: PreTrainedModel, *, vocabulary: int, is_stop: Tensor) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.is_stop = is_stop
+        # transformers 5 renames the argument
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    @torch.inference_mode()
+    def run(self, batch: DecodeBatch, truncation: Truncation) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids [R, steps] int64, logprobs [R, steps] float32 and lengths [R] int64; beyond its length a row is junk."""
+        count, steps = batch.draws.shape
+        width = max(map(len, batch.prompts))
+        cache = RowCache(count, width + steps)
+        logits, rows = self._feed_prompts(batch, cache, width)
+        ids = torch.zeros_like(batch.draws, dtype=torch.int64)
+        logprobs = torch.zeros_like(batch.draws, dtype=torch.float32)
+        period = 1 if ids.device.type == "cpu" else _CUDA_CHECK_PERIOD
+        for step in range(steps):
+            rows.tokens, logprob = choose(logits, batch.draws[rows.index, step], truncation)
+            ids[rows.index, step] = rows.tokens
+            logprobs[rows.index, step] = logprob
+            rows.done |= self.is_stop[rows.tokens] | (rows.limits <= step + 1)
+            if step + 1 == steps:
+                break
+            if (step + 1) % period == 0:
+                rows = self._drop_done(rows, cache)
+                if not len(rows.index):
+                    break
+            logits = self._step(rows, cache)
+        return ids, logprobs, self._lengths(ids, batch.limits)
+
+    def _feed_prompts(self, batch: DecodeBatch, cache: RowCache, width: int) -> tuple[Tensor, _Rows]:
+        """The logits of each row's first token, and the rows; prompts are padded on the left to `width`."""
+        device = batch.source.device
+        padding = torch.tensor([width - len(prompt) for prompt in batch.prompts], device=device)
+        padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch.prompts], device=device)
+        columns = torch.arange(width, device=device)
+        causal = columns.unsqueeze(1) >= columns
+        # a padding column looks at itself: a softmax over nothing would be NaN
+        itself = torch.eye(width, dtype=torch.bool, device=device)
+        logits = []
+        for chunk, rows in self._prefill_chunks(batch, width):
+            real = columns >= padding[chunk].unsqueeze(1)
+            cache.begin_prompts(batch.source[rows] - chunk.start, first_row=rows.start)
+            mask = additive_mask((causal & real.unsqueeze(1) | itself).unsqueeze(1), self.model.dtype)
+            positions = (columns - padding[chunk].unsqueeze(1)).clamp(min=0)
+            logits.append(self._forward(padded[chunk], mask, positions, cache))
+        cache.begin_decode(width)
+        padding = padding[batch.source]
+        visible = torch.arange(cache.capacity, device=device) >= padding.unsqueeze(1)
+        index = torch.arange(len(padding), device=device)
+        state = _Rows(
+            index=index,
+            tokens=index,
+            positions=(width - padding).unsqueeze(1),
+            limits=batch.limits,
+            mask=additive_mask(visible[:, None, None], self.model.dtype),
+            done=torch.zeros_like(index, dtype=torch.bool),
+        )
+        return torch.cat(logits).index_select(0, batch.source), state
+
+    @staticmethod
+    def _prefill_chunks(batch: DecodeBatch, width: int) -> Iterator[tuple[slice, slice]]:
+        """Stretches of prompts that go through the model in one pass, and the rows that they fill."""
+        size = max(1, _MASK_ELEMENTS // width**2)
+        for start in range(0, len(batch.prompts), size):
+            stop = min(start + size, len(batch.prompts))
+            first, last = torch.searchsorted(batch.source, batch.source.new_tensor([start, stop])).tolist()
+            yield slice(start, stop), slice(first, last)
+
+    def _step(self, rows: _Rows, cache: RowCache) -> Tensor:
+        """Feeds each row its newest token; the logits of the next."""
+        mask = rows.mask[..., : cache.length + 1]
+        logits = self._forward(rows.tokens.unsqueeze(1), mask, rows.positions, cache)
+        rows.positions = rows.positions + 1
+        cache.advance()
+        return logits
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
+        """Logits [rows, vocabulary] after the last column of ids [rows, columns]."""
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_name: cache},
+        )
+        return output.logits[:, -1, : self.vocabulary]
+
+    @staticmethod
+    def _drop_done(rows: _Rows, cache: RowCache) -> _Rows:
+        left = len(rows.done) - int(rows.done.sum())
+        if left and (len(rows.done) - left) * _DONE_SHARE < len(rows.done):
+            return rows
+        keep = rows.done.logical_not().nonzero().squeeze(1)
+        cache.select(keep)
+        return rows.select(keep)
+
+    def _lengths(self, ids: Tensor, limits: Tensor) -> Tensor:
+        """Tokens of each row up to and with its first stop token, at most its limit."""
+        stops = self.is_stop[ids]
+        first_stop = stops.to(torch.int8).argmax(dim=1) + 1
+        return torch.where(stops.any(dim=1), torch.minimum(first_stop, limits), limits)

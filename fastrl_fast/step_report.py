@@ -1,0 +1,113 @@
+"""What one step did, in numbers: sums on each rank, added over ranks once, and the means made of them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import distributed
+from .config import RewardTerm
+from .prune import DROP_REASONS
+from .types import Group
+
+
+def rollout_sums(groups: list[Group], terms: Sequence[RewardTerm]) -> dict[str, float]:
+    """Sums over this rank's groups; the names are the same on every rank whatever the groups hold."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    graded = [rollout for rollout in rollouts if not math.isnan(rollout.reward)]
+    kept = [rollout for rollout in rollouts if rollout.kept]
+    sums = {
+        "groups": float(len(groups)),
+        "groups_dead": float(sum(group.dead for group in groups)),
+        "generated": float(len(rollouts)),
+        "graded": float(len(graded)),
+        "kept": float(len(kept)),
+        "reward": sum(rollout.reward for rollout in graded),
+        "reward_square": sum(rollout.reward**2 for rollout in graded),
+        "tokens_prompt": float(sum(len(group.prompt.token_ids) for group in groups)),
+        "tokens_generated": float(sum(len(rollout.completion_ids) for rollout in rollouts)),
+        "tokens_trained": float(sum(len(rollout.completion_ids) for rollout in kept)),
+        "truncated": float(sum(rollout.finish_reason == "length" for rollout in rollouts)),
+    }
+    for term in terms:
+        values = [v for rollout in rollouts if (v := rollout.rewards[term.name]) is not None]
+        sums[f"reward/{term.name}"] = sum(values)
+        sums[f"graded/{term.name}"] = float(len(values))
+    for reason in DROP_REASONS:
+        sums[f"dropped/{reason}"] = float(sum(rollout.drop_reason == reason for rollout in rollouts))
+    return sums
+
+
+def add_up(sums: dict[str, float], update_sums: dict[str, Tensor]) -> dict[str, float]:
+    """Both kinds of sums, added over all ranks, in one synchronisation."""
+    names = [*sums, *update_sums]
+    local = [torch.tensor(value, dtype=torch.float64) for value in sums.values()]
+    moved = torch.stack([*local, *(value.detach().double().cpu() for value in update_sums.values())])
+    return dict(zip(names, distributed.all_sum(moved).tolist(), strict=True))
+
+
+def step_metrics(sums: dict[str, float], terms: Sequence[RewardTerm]) -> dict[str, float]:
+    """Means and shares by their public names, from sums over all ranks."""
+    rewards, generated = _ratio(sums["reward"], sums["graded"]), sums["generated"]
+    variance = _ratio(sums["reward_square"], sums["graded"]) - rewards**2
+    metrics = {
+        "reward/mean": rewards,
+        "reward/std": math.sqrt(max(variance, 0.0)),
+        "groups/count": sums["groups"],
+        "groups/dead": sums["groups_dead"],
+        "rollouts/generated": generated,
+        "rollouts/kept": sums["kept"],
+        "rollouts/kept_fraction": _ratio(sums["kept"], generated),
+        "tokens/prompt": sums["tokens_prompt"],
+        "tokens/generated": sums["tokens_generated"],
+        "tokens/trained": sums["tokens_trained"],
+        "completion/length": _ratio(sums["tokens_generated"], generated),
+        "completion/truncated_fraction": _ratio(sums["truncated"], generated),
+        "loss/value": sums["loss"],
+    }
+    metrics |= {f"reward/{t.name}": _ratio(sums[f"reward/{t.name}"], sums[f"graded/{t.name}"]) for t in terms}
+    metrics |= {f"dropped/{reason.replace(' ', '_')}": sums[f"dropped/{reason}"] for reason in DROP_REASONS}
+    tokens = sums["update_tokens"]
+    for name, key in UPDATE_MEANS.items():
+        if key in sums:
+            metrics[name] = _ratio(sums[key], tokens)
+    return metrics
+
+
+UPDATE_MEANS = {
+    "policy/entropy": "entropy",
+    "policy/ratio": "ratio",
+    "policy/clipped_low": "clipped_low",
+    "policy/clipped_high": "clipped_high",
+    "policy/kl": "kl",
+    "policy/sampler_gap": "sampler_gap",
+}
+"""Means over the tokens of all updates of a step; sampler_gap is |logprob - rollout_logprob|, not 0 after an update."""
+
+
+def rollout_records(groups: list[Group], step: int) -> list[dict[str, Any]]:
+    """One record per rollout for rollouts.jsonl."""
+    return [
+        {
+            "step": step,
+            "prompt_id": group.prompt.id,
+            "prompt": group.prompt.text,
+            "completion": rollout.text,
+            "tokens": len(rollout.completion_ids),
+            "finish_reason": rollout.finish_reason,
+            "rewards": rollout.rewards,
+            "reward": None if math.isnan(rollout.reward) else rollout.reward,
+            "advantage": rollout.advantage,
+            "weight": rollout.weight,
+            "kept": rollout.kept,
+            "drop_reason": rollout.drop_reason,
+        }
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

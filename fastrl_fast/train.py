@@ -1,0 +1,140 @@
+"""`torchrun -m fastrl_fast.train [--config NAME_OR_FILE] [--section.field VALUE ...]`: train a model with group-based
+RL."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import cli, distributed, run_folder
+from .accuracy import Accuracy, build_accuracy
+from .budget import build_budget
+from .builtin import resolve_model
+from .checkpoint import Checkpointer
+from .config import Config
+from .data import PromptData
+from .metrics import RunLog, check_trackers
+from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
+from .optimizer import build_optimizer
+from .rewards import Grader
+from .rollout import build_sampler
+from .trainer import Parts, Trainer
+
+
+def main() -> int:
+    config, recipe = cli.parse(sys.argv[1:], prog="fastrl_fast.train")
+    check_trackers(config.log.trackers)
+    device = distributed.start()
+    try:
+        return train(config, recipe, device)
+    finally:
+        distributed.stop()
+
+
+def train(config: Config, recipe: str, device: torch.device) -> int:
+    """Check everything that can be wrong, then load, train and say what was learnt."""
+    model_path = resolve_model(config.model.path)
+    tokenizer = load_tokenizer(model_path, config.model)
+    data = PromptData(config.data, tokenizer, seed=config.seed)
+    total_steps = config.max_steps or config.epochs * len(data) // config.data.prompts_per_step
+    with Grader(config.reward.terms, workers=config.reward.workers, timeout=config.reward.timeout) as grader:
+        accuracy = build_accuracy(config, tokenizer, grader)
+        lm = load_causal_lm(model_path, config.model)
+        folder = _open_folder(config, recipe, total_steps)
+        log = _build_log(folder, config, total_steps)
+        own = dict(data=data, grader=grader, accuracy=accuracy, log=log)
+        parts = build_parts(config, lm, tokenizer, device, folder=folder, **own)
+        trainer = Trainer(config, parts, total_steps=total_steps)
+        _start(trainer)
+        trainer.run()
+        if log:
+            _finish(trainer, folder, log)
+    return 0
+
+
+def build_parts(
+    config: Config,
+    lm: Any,
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    data: PromptData,
+    grader: Grader,
+    accuracy: Accuracy | None,
+    folder: Path,
+    log: RunLog | None,
+) -> Parts:
+    """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    sampler = build_sampler(config.rollout, sampler_copy(lm, dtype=dtype).to(device), tokenizer)
+    policy = build_policy(lm, config.model, temperature=config.rollout.temperature).to(device)
+    reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
+    shape = policy.shape
+    for model in (policy, reference):
+        if model is not None:
+            distributed.shard(model, model.shard_units, dtype=dtype)
+    return Parts(
+        policy=policy,
+        shape=shape,
+        reference=reference,
+        optimizer=build_optimizer(policy.parameters(), config.optimizer),
+        sampler=sampler,
+        data=data,
+        grader=grader,
+        budget=build_budget(config.budget),
+        accuracy=accuracy,
+        checkpointer=Checkpointer(folder / "checkpoints", keep=config.checkpoint.keep),
+        log=log,
+        device=device,
+    )
+
+
+def _open_folder(config: Config, recipe: str, total_steps: int) -> Path:
+    """Rank 0 opens the run folder; a refusal ends all ranks with its message."""
+    folder, error = "", None
+    if distributed.rank() == 0:
+        try:
+            folder = str(run_folder.open_run_folder(cli.to_dict(config), recipe, total_steps=total_steps))
+        except ValueError as refusal:
+            error = str(refusal)
+    distributed.agree(error)
+    return Path(distributed.broadcast_object(folder))
+
+
+def _build_log(folder: Path, config: Config, total_steps: int) -> RunLog | None:
+    if distributed.rank() != 0:
+        return None
+    return RunLog(folder, total_steps=total_steps, trackers=config.log.trackers, settings=cli.to_dict(config))
+
+
+def _start(trainer: Trainer) -> None:
+    """Resume where there is something to resume, and say what is about to run."""
+    resumed = trainer.resume()
+    log = trainer.parts.log
+    if log is None:
+        return
+    config, data = trainer.config, trainer.parts.data
+    parameters = sum(p.numel() for p in trainer.parts.policy.parameters())
+    log.resume_at(trainer.steps_done)
+    log.say(
+        f"{config.model.path}: {parameters / 1e6:.2f}M parameters on {distributed.world_size()} x "
+        f"{trainer.parts.device.type}; {len(data)} prompts ({data.dropped_overlong} too long); {trainer.total_steps} steps of "
+        f"{config.data.prompts_per_step} prompts x {config.budget.group_size} rollouts"
+    )
+    if resumed:
+        log.say(f"resumed after step {trainer.steps_done} of {log.folder}")
+
+
+def _finish(trainer: Trainer, folder: Path, log: RunLog) -> None:
+    """Write the summary, which marks the run as finished, and print what was learnt."""
+    before, after = trainer.accuracy_before, trainer.accuracy_after
+    run_folder.write_summary(folder, {"steps": trainer.steps_done, "before": before, "after": after})
+    for name in (name for name in before if name in after and name != "ungraded"):
+        log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
+    log.say(f"run folder: {folder}")
+    log.close()
+
+
+if __name__ == "__main__":
+    cli.run(main)

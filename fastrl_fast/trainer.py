@@ -1,0 +1,260 @@
+"""One step of group-based reinforcement learning, phase by phase."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import distributed, packing, step_report
+from .accuracy import Accuracy, grading_columns
+from .advantage import assign_advantages
+from .budget import Budget
+from .checkpoint import Checkpointer
+from .config import Config
+from .data import PromptData
+from .loss import build_objective, policy_loss
+from .metrics import Clock, RunLog, phase
+from .model import Policy, full_weights
+from .optimizer import learning_rate
+from .prune import prune
+from .rewards import Grader, total
+from .rollout import Sampler
+from .types import Group, PackedBatch, Prompt
+
+BAD_GRADIENTS_IN_A_ROW = 5
+"""An update whose gradient is not finite is skipped on all ranks; after this many in a row the run stops."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """Everything a trainer works with, built in train.py; `log` on rank 0 only."""
+
+    policy: Policy
+    shape: packing.ModelShape
+    reference: Policy | None
+    optimizer: torch.optim.Optimizer
+    sampler: Sampler
+    data: PromptData
+    grader: Grader
+    budget: Budget
+    accuracy: Accuracy | None
+    checkpointer: Checkpointer
+    log: RunLog | None
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Update:
+    """One optimizer step: this rank's micro-batches, and the divisor and number of sequences over all ranks."""
+
+    batches: list[PackedBatch]
+    divisor: packing.Divisor
+    sequences: int
+
+
+class Trainer:
+    """Runs the steps of a config."""
+
+    def __init__(self, config: Config, parts: Parts, *, total_steps: int) -> None:
+        self.config = config
+        self.parts = parts
+        self.total_steps = total_steps
+        self.objective = build_objective(config.loss)
+        self.clock = Clock()
+        self.steps_done = 0
+        self.accuracy_before: dict[str, float] = {}
+        self.accuracy_after: dict[str, float] = {}
+        self.bad_gradients = 0
+
+    def run(self) -> None:
+        """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between."""
+        if self.steps_done == 0:
+            self.accuracy_before = self.evaluate()
+            self.clock.take()
+        while self.steps_done < self.total_steps:
+            metrics = self.step()
+            if self._due(self.config.eval.every):
+                self.accuracy_after = self.evaluate()
+                metrics |= {f"eval/{name}": value for name, value in self.accuracy_after.items()}
+            self._log(metrics)
+            if self._due(self.config.checkpoint.every):
+                self.save()
+
+    def step(self) -> dict[str, float]:
+        """Sample, grade, decide what is worth training on, update; return the step's metrics over all ranks."""
+        started = time.perf_counter()
+        prompts = self.parts.data.next_prompts(self.config.data.prompts_per_step)
+        groups = self.sample(prompts[distributed.share(len(prompts))])
+        self.grade(groups)
+        self.prune(groups)
+        updates = self.pack(groups)
+        self.score(updates)
+        metrics, sums = self.update(updates)
+        self.sync_sampler()
+        self.steps_done += 1
+        return metrics | self._report(groups, sums) | {"seconds/step": time.perf_counter() - started}
+
+    @phase("sample")
+    def sample(self, prompts: list[Prompt]) -> list[Group]:
+        sizes = self.parts.budget.plan(prompts)
+        return self.parts.sampler.sample(prompts, sizes, seed=self.config.seed, step=self.steps_done)
+
+    @phase("grade")
+    def grade(self, groups: list[Group]) -> None:
+        graded = iter(self.parts.grader.grade(*grading_columns(groups)))
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.rewards = next(graded)
+                rollout.reward = total(self.config.reward.terms, rollout.rewards)
+
+    @phase("prune")
+    def prune(self, groups: list[Group]) -> None:
+        """Advantages come from whole groups; what is dropped afterwards costs no forward pass."""
+        assign_advantages(groups, preset=self.config.advantage.preset)
+        prune(groups, self.config.prune, kl=self.config.loss.kl_coef > 0)
+        self.parts.budget.observe(groups)
+
+    @phase("pack")
+    def pack(self, groups: list[Group]) -> list[Update]:
+        everywhere = distributed.gather_lists([packing.to_train_group(group) for group in groups])
+        return [self._pack(part) for part in packing.split_minibatches(everywhere, self.config.updates.minibatches)]
+
+    def _pack(self, groups: list[packing.TrainGroup]) -> Update:
+        sequences = [sequence for group in groups for sequence in group.sequences]
+        plan = packing.plan_microbatches(
+            sequences,
+            ranks=distributed.world_size(),
+            tokens_per_microbatch=self.config.updates.tokens_per_microbatch,
+            shape=self.parts.shape,
+        )
+        mine = plan[distributed.rank()]
+        batches = [packing.pack([sequences[i] for i in members]).to(self.parts.device) for members in mine]
+        return Update(batches, packing.divisor(groups), len(sequences))
+
+    @phase("score")
+    @torch.no_grad()
+    def score(self, updates: list[Update]) -> None:
+        """Old and reference logprobs, each only where the loss needs them."""
+        config = self.config.updates
+        several = config.minibatches * config.epochs > 1
+        for batch in (batch for update in updates for batch in update.batches):
+            if config.old_logprobs == "rollout":
+                batch.old_logprobs = batch.rollout_logprobs
+            elif several:
+                batch.old_logprobs, _ = self.parts.policy(batch)
+            if self.parts.reference is not None:
+                batch.ref_logprobs, _ = self.parts.reference(batch)
+
+    @phase("update")
+    def update(self, updates: list[Update]) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Take the step's optimizer steps; return metrics that are the same on all ranks, and this rank's sums."""
+        rate = learning_rate(self.config.optimizer, step=self.steps_done, total_steps=self.total_steps)
+        for group in self.parts.optimizer.param_groups:
+            group["lr"] = rate
+        sums = {name: torch.zeros((), device=self.parts.device) for name in self._sum_names()}
+        norms: list[float] = []
+        planned = updates * self.config.updates.epochs
+        for update in planned:
+            if update.sequences > 0:
+                self._backward(update, sums)
+                norms += self._optimizer_step()
+        metrics = {
+            "optimizer/lr": rate,
+            "optimizer/grad_norm": sum(norms) / len(norms) if norms else 0.0,
+            "optimizer/updates": float(len(norms)),
+            "optimizer/skipped": float(len(planned) - len(norms)),
+        }
+        return metrics, sums
+
+    def _sum_names(self) -> list[str]:
+        kl = ["kl"] if self.objective.kl_coef > 0 else []
+        return ["loss", "update_tokens", "entropy", "sampler_gap", "clipped_low", "clipped_high", "ratio", *kl]
+
+    def _backward(self, update: Update, sums: dict[str, Tensor]) -> None:
+        for number, batch in enumerate(update.batches, start=1):
+            distributed.set_last_microbatch(self.parts.policy, number == len(update.batches))
+            logprobs, entropy = self.parts.policy(batch)
+            loss, stats = policy_loss(
+                logprobs,
+                batch,
+                self.objective,
+                divisor=update.divisor,
+                max_completion_tokens=self.config.rollout.max_completion_tokens,
+            )
+            # FSDP averages gradients over ranks; the loss is already divided by the whole update's divisor.
+            (loss * distributed.world_size()).backward()
+            stats |= {
+                "loss": loss.detach(),
+                "update_tokens": torch.tensor(float(batch.targets.numel())),
+                "entropy": entropy.detach().sum(),
+                "sampler_gap": (logprobs.detach() - batch.rollout_logprobs).abs().sum(),
+            }
+            for name, value in stats.items():
+                sums[name] += value
+
+    def _optimizer_step(self) -> list[float]:
+        """Clip and step; return the gradient norm, or nothing where it was not finite and the update was skipped."""
+        parameters = self.parts.policy.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm)
+        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        finite = value < float("inf")
+        if finite:
+            self.parts.optimizer.step()
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.bad_gradients = 0 if finite else self.bad_gradients + 1
+        if self.bad_gradients == BAD_GRADIENTS_IN_A_ROW:
+            raise RuntimeError(
+                f"step {self.steps_done + 1}: {BAD_GRADIENTS_IN_A_ROW} gradients in a row were not finite"
+            )
+        if not finite and self.parts.log:
+            self.parts.log.say(f"step {self.steps_done + 1}: gradient norm is {value}; update skipped")
+        return [value] if finite else []
+
+    @phase("sync")
+    def sync_sampler(self) -> None:
+        self.parts.sampler.load_weights(full_weights(self.parts.policy))
+
+    @phase("evaluate")
+    def evaluate(self) -> dict[str, float]:
+        if self.parts.accuracy is None:
+            return {}
+        return self.parts.accuracy.measure(self.parts.sampler)
+
+    @phase("save")
+    def save(self) -> None:
+        state = {
+            "data": self.parts.data.state_dict(),
+            "budget": self.parts.budget.state_dict(),
+            "accuracy_before": self.accuracy_before,
+        }
+        self.parts.checkpointer.save(self.steps_done, self.parts.policy, self.parts.optimizer, state)
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint; False where there is none."""
+        state = self.parts.checkpointer.load_newest(self.parts.policy, self.parts.optimizer)
+        if state is None:
+            return False
+        self.steps_done = state["step"]
+        self.parts.data.load_state_dict(state["data"])
+        self.parts.budget.load_state_dict(state["budget"])
+        self.accuracy_before = state["accuracy_before"]
+        self.sync_sampler()
+        return True
+
+    def _due(self, every: int) -> bool:
+        return self.steps_done == self.total_steps or (every > 0 and self.steps_done % every == 0)
+
+    def _report(self, groups: list[Group], sums: dict[str, Tensor]) -> dict[str, float]:
+        terms = self.config.reward.terms
+        if self.config.log.rollouts:
+            records = distributed.gather_lists(step_report.rollout_records(groups, self.steps_done))
+            if self.parts.log:
+                self.parts.log.rollouts(records)
+        local = step_report.rollout_sums(groups, terms)
+        return step_report.step_metrics(step_report.add_up(local, sums), terms)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        seconds = {f"seconds/{name}": value for name, value in self.clock.take().items()}
+        if self.parts.log:
+            self.parts.log.step(self.steps_done, metrics | seconds)

@@ -1,0 +1,86 @@
+"""The data that flows through one step: prompts, their rollouts, and the packed batches made of them."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """What the model is asked.
+
+    `id` is stable over runs and resumes, `token_ids` is the templated prompt, `text` what the row said (a string, or
+    the list of chat messages when the row held one), `columns` every other column of the row, handed to the rewards
+    by name.
+    """
+
+    id: str
+    token_ids: list[int]
+    text: str | list[dict[str, str]]
+    columns: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One completion of a prompt, as sampled, then as graded, then as decided by pruning.
+
+    `rollout_logprobs[t]` is the log-probability of `completion_ids[t]` in the distribution it was sampled from.
+    `reward` is NaN until graded and stays NaN where it could not be graded. `drop_reason` is empty for a kept rollout.
+    `weight` multiplies the advantage in the loss; `fidelity`-preserving rules set it above one.
+
+    Example: group of two, rewards 1 and 0 -> advantages +0.707 and -0.707, both kept with weight 1.
+    """
+
+    completion_ids: list[int]
+    rollout_logprobs: list[float]
+    finish_reason: str
+    text: str = ""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float = math.nan
+    advantage: float = 0.0
+    weight: float = 1.0
+    drop_reason: str = ""
+
+    @property
+    def kept(self) -> bool:
+        return not self.drop_reason
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one prompt; `dead` when all graded rewards are equal, so that every advantage is zero."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+    dead: bool = False
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """One micro-batch: S sequences back to back, T tokens, N targets (every completion token is one), no padding.
+
+    input_ids, position_ids [T] int64; cu_seqlens [S+1] int64 borders of the sequences in T;
+    targets [N] int64 the completion tokens; row_index [N] int64 the hidden row that predicts each target;
+    cu_targets [S+1] int64 borders of the sequences in N; advantages, weights [S] float32;
+    rollout_logprobs [N] float32; old_logprobs, ref_logprobs [N] float32 once they are known.
+    An empty batch (S = 1 dummy token, N = 0) keeps a rank in step with the others and adds zero loss.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    targets: Tensor
+    row_index: Tensor
+    cu_targets: Tensor
+    advantages: Tensor
+    weights: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        moved = (getattr(self, name) for name in self.__slots__)
+        return PackedBatch(*(t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for t in moved))

@@ -1,0 +1,22 @@
+"""How tests of numerical code compare: with float64 truth, and never worse than twice PyTorch at the same dtype."""
+
+import torch
+from torch import Tensor
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    """Return the largest absolute difference to `truth`, 0 for empty tensors; both must be finite."""
+    assert value.shape == truth.shape, f"{value.shape} against {truth.shape}"
+    assert bool(value.isfinite().all()), f"{int((~value.isfinite()).sum())} values are not finite"
+    return float((value.double() - truth.double()).abs().max()) if truth.numel() else 0.0
+
+
+def assert_at_most_twice(ours: Tensor, torchs: Tensor, truth: Tensor, *, size: float | None = None) -> None:
+    """Assert error(ours) <= 2 error(torchs), or one rounding of a number of `size` where PyTorch was lucky.
+
+    `size` is the largest number the result is a difference or product of; without it the largest true value.
+    """
+    if size is None:
+        size = float(truth.abs().max()) if truth.numel() else 0.0
+    allowed = max(2 * error(torchs, truth), size * torch.finfo(ours.dtype).eps)
+    assert error(ours, truth) <= allowed, f"error {error(ours, truth):.3e}, PyTorch's {error(torchs, truth):.3e}"

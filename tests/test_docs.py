@@ -1,0 +1,23 @@
+"""What the documents say about the code is so."""
+
+import re
+from pathlib import Path
+
+from fastrl_fast.foreign_names import OPENRLHF, TRL, VERL
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_name_table_lists_every_foreign_name() -> None:
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", (ROOT / "docs" / "moving.md").read_text(), re.M)
+    assert rows == [pair for table in (TRL, VERL, OPENRLHF) for pair in table.items()]
+
+
+def test_the_readme_is_short_and_names_files_that_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    tree = re.search(r"```text\n(.+?)```", text, re.S)
+    assert tree is not None, "the README shows the file tree"
+    for line in tree[1].splitlines():
+        for name in line.split("  ")[0].split():
+            assert list(ROOT.glob(name)), f"README names {name}, which is not there"

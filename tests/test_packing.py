@@ -1,0 +1,160 @@
+"""Micro-batches: nothing lost, nothing twice, balanced, the same count everywhere; and rows laid out token by token."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fastrl_fast.packing import (
+    ModelShape,
+    Sequence,
+    TrainGroup,
+    divisor,
+    pack,
+    plan_microbatches,
+    split_minibatches,
+    to_train_group,
+)
+from fastrl_fast.prune import FREE, SIMILAR
+from fastrl_fast.types import Group, Prompt, Rollout
+
+SHAPE = ModelShape(parameters=1000, layers=2, hidden=16)
+
+
+def sequence(length: int, prompt: int = 1) -> Sequence:
+    return Sequence([1] * prompt, [2] * (length - prompt), [0.0] * (length - prompt), 1.0, 1.0)
+
+
+def plan(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    sequences = [sequence(n) for n in lengths]
+    return plan_microbatches(sequences, ranks=ranks, tokens_per_microbatch=budget, shape=SHAPE)
+
+
+@given(st.lists(st.integers(2, 120), max_size=60), st.integers(1, 8), st.integers(1, 150))
+@example([95] * 5 + [20] * 5, 2, 100)  # P10: token totals per rank would give 5 and 1 micro-batches.
+@example([10, 10], 4, 100)  # P05, P08: fewer rows than ranks.
+@example([], 3, 100)  # P02: nothing survived.
+@settings(max_examples=150, deadline=None)
+def test_plan_properties(lengths, ranks, budget):
+    """P05, P08, P10, P11."""
+    plans = plan(lengths, ranks, budget)
+    assert len(plans) == ranks
+    flat = [i for rank in plans for batch in rank for i in batch]
+    assert sorted(flat) == list(range(len(lengths))), "every sequence exactly once"
+    assert len({len(rank) for rank in plans}) == 1, "all ranks run as many micro-batches"
+    for batch in (b for rank in plans for b in rank):
+        tokens = sum(lengths[i] for i in batch)
+        assert tokens <= budget or len(batch) == 1, "only a long sequence of its own may exceed the budget"
+    cost = [SHAPE.forward_flops(n) for n in lengths]
+    loads = [sum(cost[i] for b in rank for i in b) for rank in plans]
+    assert max(loads) <= sum(cost) / ranks + max(cost, default=0.0) + 1e-6
+    assert plans == plan(lengths, ranks, budget), "a pure function of its arguments"
+    longest = max(sum(bool(b) for b in rank) for rank in plans)
+    assert all(len(rank) == longest for rank in plans), "no micro-batch that is empty on every rank"
+
+
+def test_206_survivors_on_4_ranks():
+    """P05: no rank needs a count that divides."""
+    lengths = [10 + i % 37 for i in range(206)]
+    plans = plan(lengths, 4, 256)
+    assert sorted(i for rank in plans for b in rank for i in b) == list(range(206))
+    loads = [sum(SHAPE.forward_flops(lengths[i]) for b in rank for i in b) for rank in plans]
+    assert max(loads) / min(loads) < 1.02
+
+
+def test_first_fit_fills_micro_batches():
+    """300 tokens fit into three times 100, which first fit finds only by falling length."""
+    lengths = [60, 50, 40, 40, 30, 30, 20, 20, 10]
+    assert len(plan(lengths, 1, 100)[0]) == 3
+
+
+@pytest.mark.parametrize(("rows", "count"), [(124, 15), (7, 5), (5, 5), (3, 5), (0, 2), (16, 1)])
+def test_minibatches_differ_by_at_most_one(rows, count):
+    """P07: torch.chunk would return 14 of 15 and 4 of 5."""
+    groups = [TrainGroup([sequence(3)], float(i), 1.0) for i in range(rows)]
+    parts = split_minibatches(groups, count)
+    assert len(parts) == count
+    assert [g for part in parts for g in part] == groups
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_pack_lays_out_rows_token_by_token():
+    sequences = [
+        Sequence([11, 12, 13], [21, 22], [-0.1, -0.2], 0.5, 2.0),
+        Sequence([14], [23], [-0.3], -1.5, 1.0),
+        Sequence([15, 16], [24, 25, 26], [-0.4, -0.5, -0.6], 0.25, 3.0),
+    ]
+    batch = pack(sequences)
+    row, targets, rows = [], [], []
+    for s in sequences:
+        tokens = s.prompt_ids + s.completion_ids
+        for t in range(len(s.prompt_ids), len(tokens)):
+            targets.append(tokens[t])
+            rows.append(len(row) + t - 1)
+        row += tokens
+    assert batch.input_ids.tolist() == row
+    assert batch.targets.tolist() == targets
+    assert batch.row_index.tolist() == rows
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]
+    assert batch.cu_seqlens.tolist() == [0, 5, 7, 12]
+    assert batch.cu_targets.tolist() == [0, 2, 3, 6]
+    assert batch.advantages.tolist() == [0.5, -1.5, 0.25] and batch.weights.tolist() == [2.0, 1.0, 3.0]
+    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]))
+    assert batch.old_logprobs is None and batch.ref_logprobs is None
+    later = [int(batch.input_ids[r + 1]) for r in batch.row_index]
+    assert later == targets, "a target is the token after its row"
+
+
+def test_the_dummy_batch_has_a_token_and_no_target():
+    batch = pack([])
+    assert batch.input_ids.tolist() == [0] and batch.position_ids.tolist() == [0]
+    assert batch.cu_seqlens.tolist() == [0, 1] and batch.cu_targets.tolist() == [0, 0]
+    assert batch.targets.numel() == batch.row_index.numel() == batch.rollout_logprobs.numel() == 0
+    assert batch.targets.dtype == batch.row_index.dtype == torch.int64
+
+
+def test_columns_that_do_not_line_up_are_refused():
+    """A09: a row without its logprob, or without a prompt token to be predicted from, would shift all others."""
+    with pytest.raises(AssertionError, match="logprob"):
+        pack([Sequence([1], [2, 3], [0.0], 1.0, 1.0)])
+    with pytest.raises(AssertionError, match="prompt"):
+        pack([Sequence([], [2], [0.0], 1.0, 1.0)])
+
+
+def test_to_moves_every_tensor_and_keeps_none():
+    batch = pack([sequence(4)])
+    moved = batch.to(torch.device("meta"))
+    assert {getattr(moved, n).device.type for n in batch.__slots__ if getattr(batch, n) is not None} == {"meta"}
+    assert moved.old_logprobs is None
+
+
+def rollout(tokens: int, *, weight: float = 1.0, drop_reason: str = "", advantage: float = 1.0) -> Rollout:
+    logprobs = [-float(i) for i in range(tokens)]
+    return Rollout(
+        list(range(tokens)), logprobs, "stop", advantage=advantage, weight=weight, drop_reason=drop_reason
+    )
+
+
+def test_divisor_counts_kept_and_free_rollouts_by_weight():
+    """A09, P17: survivors keep their own columns; the divisor is the real count."""
+    rollouts = [
+        rollout(3, weight=2.0),
+        rollout(5, drop_reason=SIMILAR),
+        rollout(7, weight=3.0, drop_reason=FREE, advantage=0.0),
+        rollout(11, advantage=-0.5),
+    ]
+    group = to_train_group(Group(Prompt("a", [8, 9], "x", {}), rollouts))
+    kept = [rollouts[0], rollouts[3]]
+    assert [s.completion_ids for s in group.sequences] == [r.completion_ids for r in kept]
+    assert [s.rollout_logprobs for s in group.sequences] == [r.rollout_logprobs for r in kept]
+    assert [s.advantage for s in group.sequences] == [1.0, -0.5]
+    assert (group.loss_tokens, group.loss_sequences) == (2 * 3 + 3 * 7 + 11, 2 + 3 + 1)
+    whole = divisor([group, group])
+    assert (whole.loss_tokens, whole.loss_sequences) == (2 * 38, 2 * 6)
+    assert divisor([]).loss_tokens == 0
+
+
+def test_flops_are_those_of_the_formula():
+    assert math.isclose(SHAPE.forward_flops(10), 2 * 1000 * 10 + 2 * 2 * 16 * 100)

@@ -1,0 +1,99 @@
+"""Any number of ranks takes the same step (invariants a and b of the design): real processes, gloo, FSDP2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from fastrl_fast.demo import MODEL_DIR
+
+WORKER = Path(__file__).parent / "workers" / "one_step.py"
+
+REWARDS = """
+def length(prompts, completions, **columns):
+    return [float(len(c) % 5) for c in completions]
+
+def first_prompt(prompts, completions, number, **columns):
+    return [float(len(c) % 5) if n == 0 else 1.0 for c, n in zip(completions, number)]
+
+def first_two(prompts, completions, number, **columns):
+    seen, out = 0, []
+    for n in number:
+        out.append(float(seen) if n == 0 and seen < 2 else None if n == 0 else 1.0)
+        seen += n == 0
+    return out
+
+def constant(prompts, completions, **columns):
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    """Results of the worker's scenarios for 1, 2 and 3 ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    rows = [{"prompt": f"Name the first number of {i + 3}, {i + 20}:", "answer": i, "number": i} for i in range(8)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    results = {}
+    for ranks in (1, 2, 3):
+        out = folder / f"{ranks}.pt"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        args = [out, folder / "model", folder / "data.jsonl", folder / "rewards.py"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([*launch, WORKER, *args], env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        results[ranks] = torch.load(out)
+    return results
+
+
+SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_number_of_ranks_takes_the_same_step(steps: dict[int, dict], scenario: str, ranks: int) -> None:
+    one, many = steps[1][scenario], steps[ranks][scenario]
+    start = steps[1]["nothing_left"]["weights"]
+    moved = torch.cat([(one["weights"][name] - start[name]).flatten() for name in start])
+    apart = torch.cat([(one["weights"][name] - many["weights"][name]).flatten() for name in start])
+    assert moved.norm() > 0, "the step must move the weights"
+    assert apart.norm() <= 1e-4 * moved.norm()
+    for key in ("reward/mean", "rollouts/kept", "tokens/trained", "groups/dead"):
+        assert many["metrics"][key] == pytest.approx(one["metrics"][key]), key
+    for key in ("loss/value", "optimizer/grad_norm", "policy/entropy"):
+        assert many["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4, abs=1e-6), key
+
+
+def test_scenarios_leave_what_they_say(steps: dict[int, dict]) -> None:
+    assert steps[1]["dead_elsewhere"]["metrics"]["groups/dead"] == 3
+    assert steps[1]["two_sequences"]["metrics"]["rollouts/kept"] == 2
+    assert steps[1]["kl_and_two_updates"]["metrics"]["optimizer/updates"] == 2
+    assert steps[1]["plain"]["metrics"]["rollouts/kept"] > steps[1]["pruned"]["metrics"]["rollouts/kept"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_with_nothing_left_is_skipped_by_all_ranks_and_counted(steps: dict[int, dict], ranks: int) -> None:
+    result = steps[ranks]["nothing_left"]
+    assert result["metrics"]["optimizer/updates"] == 0
+    assert result["metrics"]["optimizer/skipped"] == 1
+    assert result["metrics"]["groups/dead"] == 4
+    assert result["metrics"]["dropped/zero_advantage"] == 16

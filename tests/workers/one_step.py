@@ -1,0 +1,90 @@
+"""Runs one training step per scenario under torchrun and lets rank 0 save the whole weights and the metrics.
+
+Usage: torchrun ... one_step.py OUT MODEL DATA REWARD_FILE
+"""
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fastrl_fast import distributed
+from fastrl_fast.config import (
+    BudgetConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PruneConfig,
+    RewardConfig,
+    RolloutConfig,
+    UpdatesConfig,
+)
+from fastrl_fast.data import PromptData
+from fastrl_fast.model import full_weights, load_causal_lm, load_tokenizer
+from fastrl_fast.rewards import Grader
+from fastrl_fast.train import build_parts
+from fastrl_fast.trainer import Trainer
+
+
+def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
+    plain = Config(
+        model=ModelConfig(path=model),
+        data=DataConfig(path=data, prompts_per_step=4, shuffle=False),
+        rollout=RolloutConfig(max_completion_tokens=12),
+        reward=RewardConfig(functions={f"{reward}:length": 1.0}, workers=1),
+        budget=BudgetConfig(group_size=4),
+        prune=PruneConfig(method="none"),
+        optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=1e9),
+        updates=UpdatesConfig(tokens_per_microbatch=64),
+    )
+    change = dataclasses.replace
+    return {
+        "plain": plain,
+        "pruned": change(
+            plain, prune=PruneConfig(method="mdap", tau=1.0, weighting="multiplicity"), loss=LossConfig(kind="dapo")
+        ),
+        "kl_and_two_updates": change(
+            plain, loss=LossConfig(kind="gspo_token", kl_coef=0.1), updates=UpdatesConfig(minibatches=2)
+        ),
+        # Only the first prompt's group is alive, so every other rank's own rollouts are all gone.
+        "dead_elsewhere": change(plain, reward=RewardConfig(functions={f"{reward}:first_prompt": 1.0}, workers=1)),
+        # Two sequences are left in all: with three ranks one of them has none to train on.
+        "two_sequences": change(
+            plain,
+            reward=RewardConfig(functions={f"{reward}:first_two": 1.0}, workers=1),
+            budget=BudgetConfig(group_size=4),
+        ),
+        "nothing_left": change(plain, reward=RewardConfig(functions={f"{reward}:constant": 1.0}, workers=1)),
+    }
+
+
+def run(config: Config, device: torch.device, folder: Path) -> dict[str, object]:
+    tokenizer = load_tokenizer(config.model.path, config.model)
+    lm = load_causal_lm(config.model.path, config.model)
+    data = PromptData(config.data, tokenizer, seed=0)
+    with Grader(config.reward.terms, workers=1, timeout=20.0) as grader:
+        parts = build_parts(
+            config, lm, tokenizer, device, data=data, grader=grader, accuracy=None, log=None, folder=folder
+        )
+        trainer = Trainer(config, parts, total_steps=10)
+        metrics = trainer.step()
+        return {"metrics": metrics, "weights": {name: w.clone() for name, w in full_weights(parts.policy)}}
+
+
+def main() -> None:
+    out, model, data, reward = sys.argv[1:]
+    torch.set_num_threads(1)
+    device = distributed.start()
+    with tempfile.TemporaryDirectory() as folder:
+        results = {name: run(config, device, Path(folder)) for name, config in scenarios(model, data, reward).items()}
+    if distributed.rank() == 0:
+        torch.save(results, out)
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main()
