@@ -71,7 +71,7 @@ def build_accuracy(config: Config, tokenizer: PreTrainedTokenizerBase, grader: G
     if config.eval.path is None:
         return None
     settings = replace(config.data, path=config.eval.path, split=config.eval.split, prompts_per_step=1, shuffle=False)
-    prompts = PromptData(settings, tokenizer, seed=config.seed).first(config.eval.prompts)
+    prompts = PromptData(settings, tokenizer, seed=config.seed, section="eval").first(config.eval.prompts)
     reward = config.eval.reward or next(iter(config.reward.functions))
     return Accuracy(prompts, grader, reward=reward, config=config.eval, seed=config.seed)
 

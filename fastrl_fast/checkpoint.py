@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from . import distributed
@@ -60,14 +61,11 @@ class Checkpointer:
             try:
                 state = json.loads((folder / STATE_FILE).read_text())
                 weights, moments = get_state_dict(model, optimizer)
-                saved = {"model": weights, "optimizer": moments}
-                dcp.load(saved, checkpoint_id=folder)
+                dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
             except (OSError, ValueError, KeyError, RuntimeError, dcp.CheckpointException) as error:
                 warnings.warn(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}", stacklevel=2)
                 continue
-            set_state_dict(
-                model, optimizer, model_state_dict=dict(saved["model"]), optim_state_dict=dict(saved["optimizer"])
-            )
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
             return state
         if candidates:
             raise ValueError(f"run_dir: none of the {len(candidates)} checkpoints in {self.folder} can be read")
@@ -92,7 +90,7 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     weights = {
         name.removeprefix("model."): torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in stored.items()
-        if name.startswith("model.")
+        if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is .*(unavailable|uninitialized)")

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
@@ -44,7 +44,7 @@ def recipe_path(name_or_file: str) -> Path:
     return Path(str(resources.files(__package__) / "recipes" / f"{name_or_file}.yaml"))
 
 
-def known_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
     """Dotted names of all settings with their types; a section stands before its settings, with its dataclass as
     type."""
     keys: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def _rule(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Literal:
         return f"one of {', '.join(args)}"
-    if origin is types.UnionType:
+    if origin in (Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else _rule(arg) for arg in args)
     if origin is list:
         return f"a list, each {_rule(args[0])}"

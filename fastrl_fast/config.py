@@ -1,5 +1,6 @@
 """Every setting of a run: frozen dataclasses whose field docstrings are the help texts of the command line."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -18,11 +19,13 @@ def _require(ok: bool, field_name: str, rule: str, value: object) -> None:
 
 def _positive(section: str, **values: float) -> None:
     for name, value in values.items():
+        _require(math.isfinite(value), f"{section}.{name}", "finite", value)
         _require(value > 0, f"{section}.{name}", "greater than 0", value)
 
 
 def _not_negative(section: str, **values: float) -> None:
     for name, value in values.items():
+        _require(math.isfinite(value), f"{section}.{name}", "finite", value)
         _require(value >= 0, f"{section}.{name}", "0 or greater", value)
 
 
@@ -126,6 +129,8 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.functions), "reward.functions", "a non-empty mapping of names to weights", self.functions)
+        for name, weight in self.functions.items():
+            _require(math.isfinite(weight), f"reward.functions.{name}", "finite", weight)
         _positive("reward", workers=self.workers, timeout=self.timeout)
 
     @property
@@ -323,11 +328,11 @@ class Config:
     run_dir: str | None = None
     """Folder of the run; by default runs/RECIPE-HASH. A folder with an unfinished run of the same config is resumed."""
     overwrite: bool = False
-    """Delete what is in run_dir and start anew."""
+    """Delete the run in run_dir, not other files there, and start anew."""
 
     def __post_init__(self) -> None:
         _require(self.max_steps is None or self.max_steps > 0, "max_steps", "greater than 0", self.max_steps)
-        _positive("config", epochs=self.epochs)
+        _require(self.epochs > 0, "epochs", "greater than 0", self.epochs)
         _require(self.seed >= 0, "seed", "0 or greater", self.seed)
         _require(
             self.eval.reward is None or self.eval.reward in self.reward.functions,

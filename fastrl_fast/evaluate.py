@@ -15,7 +15,7 @@ from .accuracy import build_accuracy
 from .builtin import resolve_model
 from .checkpoint import load_weights
 from .config import Config
-from .model import load_causal_lm, load_tokenizer
+from .model import load_causal_lm, load_tokenizer, sampler_copy
 from .rewards import Grader
 from .rollout import build_sampler
 
@@ -47,7 +47,7 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
         accuracy = build_accuracy(config, tokenizer, grader)
         assert accuracy is not None, "eval.path was checked"
         lm = load_causal_lm(model_path, config.model)
-        lm = lm.to(getattr(torch, config.model.dtype)).eval().requires_grad_(False).to(device)
+        lm = sampler_copy(lm, dtype=getattr(torch, config.model.dtype), device=device)
         sampler = build_sampler(config.rollout, lm, tokenizer)
         if run is not None:
             sampler.load_weights(load_weights(run / "checkpoints").items())

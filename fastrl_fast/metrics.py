@@ -3,6 +3,7 @@ phases."""
 
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +25,16 @@ PHASES = ("sample", "grade", "prune", "pack", "score", "update", "sync", "evalua
 
 
 class Clock:
-    """Seconds spent in each phase since the last `take`."""
+    """Seconds spent in each phase since the last `take`; `on_phase` is told the name of each phase that starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.on_phase = on_phase
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
+        if self.on_phase:
+            self.on_phase(phase)
         started = time.perf_counter()
         with nvtx.annotate(phase, domain="fastrl_fast"):
             yield
@@ -69,7 +73,8 @@ class RunLog:
         self.console = Console(soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self.task = self.progress.add_task("training", total=total_steps)
+        self.task = self.progress.add_task("start", total=total_steps)
+        self.progress.start()
         self.trackers = [build_tracker(name, folder, settings) for name in _with_tensorboard(trackers)]
 
     def resume_at(self, step: int) -> None:
@@ -83,17 +88,23 @@ class RunLog:
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
-    def during(self, text: str) -> None:
-        """Show what the run is doing beside the progress bar."""
-        self.progress.update(self.task, description=text)
+    def during(self, phase: str) -> None:
+        """Show the phase beside the progress bar."""
+        self.progress.update(self.task, description=f"{phase:8}")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's metrics, and one line for the reader."""
-        _append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
+        # JSON has no NaN and no infinity.
+        record = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        _append(self.folder / "metrics.jsonl", [{"step": step, **record}])
         self.say(step_line(step, metrics))
         self.progress.update(self.task, completed=step)
-        for tracker in self.trackers:
-            tracker.log(metrics, step)
+        for tracker in list(self.trackers):
+            try:
+                tracker.log(metrics, step)
+            except Exception as error:  # Whatever a tracker's service does, it must not end the run.
+                self.trackers.remove(tracker)
+                self.say(f"log.trackers: {tracker.name} failed and gets no more metrics: {error}")
 
     def rollouts(self, records: list[dict[str, Any]]) -> None:
         _append(self.folder / "rollouts.jsonl", records)
@@ -122,6 +133,8 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
 class MetricTracker(Protocol):
     """An experiment tracker."""
 
+    name: Tracker
+
     def log(self, metrics: dict[str, float], step: int) -> None: ...
 
     def close(self) -> None: ...
@@ -129,6 +142,8 @@ class MetricTracker(Protocol):
 
 class TensorBoard:
     """Event files in the run folder."""
+
+    name: Tracker = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -146,7 +161,9 @@ class TensorBoard:
 class RunTracker:
     """wandb, or trackio with the same interface."""
 
-    def __init__(self, module: Any, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, name: Tracker, folder: Path, settings: dict[str, Any]) -> None:
+        self.name = name
+        module = importlib.import_module(name)
         self.run = module.init(project="fastrl_fast", name=folder.name, config=settings)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -159,31 +176,39 @@ class RunTracker:
 def check_trackers(trackers: list[Tracker]) -> None:
     """Raise ValueError for a tracker that is not installed."""
     for name in trackers:
-        if importlib.util.find_spec(name) is None:
+        if not _installed(name):
             raise ValueError(f"log.trackers: {name} is not installed; pip install {name}")
 
 
 def build_tracker(name: Tracker, folder: Path, settings: dict[str, Any]) -> MetricTracker:
     if name == "tensorboard":
         return TensorBoard(folder)
-    return RunTracker(importlib.import_module(name), folder, settings)
+    return RunTracker(name, folder, settings)
 
 
 def _with_tensorboard(trackers: list[Tracker]) -> list[Tracker]:
     """TensorBoard needs no account and no network, so it is on wherever it is installed."""
-    installed = importlib.util.find_spec("tensorboard") is not None
-    return [*trackers, "tensorboard"] if installed and "tensorboard" not in trackers else trackers
+    missing = "tensorboard" not in trackers and _installed("tensorboard")
+    return [*trackers, "tensorboard"] if missing else trackers
+
+
+def _installed(name: str) -> bool:
+    """Whether there is a module of this name; a bare folder, such as the one wandb leaves behind, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    with path.open("a") as file:
+    # A lone surrogate has no UTF-8; its backslash form is how JSON writes it anyway.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a .jsonl with the records to keep; a torn last line, left by a killed process, goes too."""
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and keep(json.loads(line))]
+    # Bytes: the tear may be inside a character, and as text a line would also end at U+2028 or U+0085.
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and keep(json.loads(line))]
     beside = path.with_suffix(".partial")
-    beside.write_text("".join(kept))
+    beside.write_bytes(b"".join(kept))
     beside.replace(path)

@@ -117,7 +117,7 @@ class Policy(nn.Module):
     def shape(self) -> ModelShape:
         """What the cost of a sequence depends on; call it before sharding."""
         config = self.lm.config
-        embedding = self.lm.get_input_embeddings().weight.numel()
+        embedding = sum(p.numel() for p in self.lm.get_input_embeddings().parameters())
         inner = sum(p.numel() for p in self.decoder.parameters()) - embedding
         return ModelShape(parameters=inner, layers=config.num_hidden_layers, hidden=config.hidden_size)
 
@@ -125,7 +125,7 @@ class Policy(nn.Module):
     def shard_units(self) -> list[nn.Module]:
         """Modules whose weights FSDP2 gathers one at a time: each layer, and the head where it has a weight of its
         own."""
-        return [*self.decoder.layers, *([] if self.tied else [self.head])]
+        return [*self.decoder.get_submodule("layers").children(), *([] if self.tied else [self.head])]
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         hidden = self.decoder(
@@ -169,9 +169,16 @@ def build_policy(lm: PreTrainedModel, config: ModelConfig, *, temperature: float
     return Policy(lm, temperature=temperature).train()
 
 
-def sampler_copy(lm: PreTrainedModel, *, dtype: torch.dtype) -> PreTrainedModel:
-    """A frozen copy of a freshly loaded model, in the dtype it samples in."""
-    return copy.deepcopy(lm).to(dtype).eval().requires_grad_(False)
+def sampler_copy(lm: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A frozen copy of a freshly loaded model on `device`, its parameters in the dtype it samples in.
+
+    Buffers stay as they are: rotary frequencies in bfloat16 would shift every position.
+    """
+    sampler = copy.deepcopy(lm).eval().requires_grad_(False)
+    for parameter in sampler.parameters():
+        parameter.data = parameter.data.to(dtype)
+    nn.Module.to(sampler, device)
+    return sampler
 
 
 def frozen_copy(policy: Policy) -> Policy:

@@ -1,6 +1,7 @@
 """Kept rollouts to micro-batches: no padding, balanced over ranks, the same number on every rank."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -80,7 +81,7 @@ def split_minibatches(groups: list[TrainGroup], count: int) -> list[list[TrainGr
     """Cut the groups of a step into `count` runs whose sizes differ by at most one; groups stay whole."""
     size, longer = divmod(len(groups), count)
     borders = [i * size + min(i, longer) for i in range(count + 1)]
-    return [groups[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return [groups[a:b] for a, b in pairwise(borders)]
 
 
 def plan_microbatches(

@@ -10,6 +10,10 @@ import yaml
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
+OWN = ("checkpoints", "tensorboard", "metrics.jsonl", "rollouts.jsonl", SUMMARY_FILE, CONFIG_FILE)
+"""What a run writes into its folder, and so all that --overwrite deletes there; the config goes last."""
+PARTIAL = ".partial-"
+"""Before the name of a file that is not complete yet."""
 
 FREE_TO_CHANGE = ("run_dir", "overwrite", "max_steps", "epochs", "log", "checkpoint", "eval", "reward.workers")
 """Settings that may differ when a run is resumed: they do not touch what was trained so far."""
@@ -24,23 +28,23 @@ def open_run_folder(settings: dict[str, Any], recipe: str, *, total_steps: int) 
     folder = Path(settings["run_dir"]) if settings["run_dir"] else _default_folder(settings, recipe)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir: {folder} is a file")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / CONFIG_FILE).is_file():
+    if folder.is_dir() and any(not path.name.startswith(PARTIAL) for path in folder.iterdir()):
+        if not _is_run(folder, settings):
             raise ValueError(f"run_dir: {folder} holds files that are not of a run; choose another")
         if settings["overwrite"]:
-            shutil.rmtree(folder)
+            _delete_run(folder)
         else:
             _check_same_run(folder, settings)
             if (done := finished_steps(folder)) >= total_steps:
                 raise ValueError(f"run_dir: {folder} holds a finished run of {done} steps; raise --max_steps to go on")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    _write_whole(folder / CONFIG_FILE, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     return folder
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Mark the run as finished after `summary["steps"]` steps."""
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    _write_whole(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def finished_steps(folder: Path) -> int:
@@ -54,7 +58,32 @@ def load_settings(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"run_dir: {folder} is not the folder of a run (no {CONFIG_FILE})")
-    return yaml.safe_load(path.read_text())
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _is_run(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether the folder's config is one of ours; many other programs keep a config.yaml too."""
+    try:
+        there = load_settings(folder)
+    except (ValueError, yaml.YAMLError):
+        return False
+    sections = {name for name, value in settings.items() if isinstance(value, dict)}
+    return isinstance(there, dict) and len(sections & there.keys()) > len(sections) / 2
+
+
+def _delete_run(folder: Path) -> None:
+    for path in (folder / name for name in OWN):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write beside and rename, so that a killed process leaves no half of a file."""
+    beside = path.with_name(PARTIAL + path.name)
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def _default_folder(settings: dict[str, Any], recipe: str) -> Path:

@@ -43,8 +43,9 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
         lm = load_causal_lm(model_path, config.model)
         folder = _open_folder(config, recipe, total_steps)
         log = _build_log(folder, config, total_steps)
-        own = dict(data=data, grader=grader, accuracy=accuracy, log=log)
-        parts = build_parts(config, lm, tokenizer, device, folder=folder, **own)
+        parts = build_parts(
+            config, lm, tokenizer, device, data=data, grader=grader, accuracy=accuracy, folder=folder, log=log
+        )
         trainer = Trainer(config, parts, total_steps=total_steps)
         _start(trainer)
         trainer.run()
@@ -67,7 +68,7 @@ def build_parts(
 ) -> Parts:
     """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    sampler = build_sampler(config.rollout, sampler_copy(lm, dtype=dtype).to(device), tokenizer)
+    sampler = build_sampler(config.rollout, sampler_copy(lm, dtype=dtype, device=device), tokenizer)
     policy = build_policy(lm, config.model, temperature=config.rollout.temperature).to(device)
     reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
     shape = policy.shape
@@ -119,8 +120,8 @@ def _start(trainer: Trainer) -> None:
     log.resume_at(trainer.steps_done)
     log.say(
         f"{config.model.path}: {parameters / 1e6:.2f}M parameters on {distributed.world_size()} x "
-        f"{trainer.parts.device.type}; {len(data)} prompts ({data.dropped_overlong} too long); {trainer.total_steps} steps of "
-        f"{config.data.prompts_per_step} prompts x {config.budget.group_size} rollouts"
+        f"{trainer.parts.device.type}; {len(data)} prompts ({data.dropped_overlong} too long); "
+        f"{trainer.total_steps} steps of {config.data.prompts_per_step} prompts x {config.budget.group_size} rollouts"
     )
     if resumed:
         log.say(f"resumed after step {trainer.steps_done} of {log.folder}")

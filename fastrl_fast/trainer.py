@@ -61,7 +61,7 @@ class Trainer:
         self.parts = parts
         self.total_steps = total_steps
         self.objective = build_objective(config.loss)
-        self.clock = Clock()
+        self.clock = Clock(on_phase=parts.log.during if parts.log else None)
         self.steps_done = 0
         self.accuracy_before: dict[str, float] = {}
         self.accuracy_after: dict[str, float] = {}
@@ -80,6 +80,8 @@ class Trainer:
             self._log(metrics)
             if self._due(self.config.checkpoint.every):
                 self.save()
+        if not self.accuracy_after:
+            self.accuracy_after = self.evaluate()
 
     def step(self) -> dict[str, float]:
         """Sample, grade, decide what is worth training on, update; return the step's metrics over all ranks."""

@@ -48,10 +48,6 @@ def naive_rule(texts: list[list[int]], rewards: list[float], method: str, tau: f
     return sorted(stay)
 
 
-# A B C D: B is near A, C is near B alone, D is far from all.
-CHAIN = [[1, 2, 3, 4], [2, 3, 4, 5], [4, 5, 6, 7], [20, 21]]
-
-
 def test_rules_of_the_paper_and_of_the_code():
     """algorithms.md 1.2: against every kept rollout, or against the class's first one only."""
     texts = [[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 7, 9], [1, 2, 3, 9]]

@@ -201,14 +201,14 @@ def test_a_worker_imports_neither_torch_nor_transformers():
 
 
 def test_r03_a_hanging_completion_costs_only_itself(tmp_path):
-    with Grader([Term(write(tmp_path, HANGS) + ":hang"), Term("format")], workers=2, timeout=0.5) as grader:
+    with Grader([Term(write(tmp_path, HANGS) + ":hang"), Term("format")], workers=2, timeout=1.0) as grader:
         (name, _), before = (term.name for term in grader.terms), set(grader.worker_pids())
         for step in range(1, 3):
             start = time.monotonic()
             values = grader.grade(["p"] * 8, ["ok"] * 3 + ["loop"] + ["ok"] * 4, {})
             assert [value[name] for value in values] == [1.0] * 3 + [0.0] + [1.0] * 4
             assert [value["format"] for value in values] == [0.0] * 8
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < 15
             assert grader.counters == {"timeouts": step, "worker_deaths": 0, "errors": 0, "retries": step}
         assert wait_until(lambda: len(grader.worker_pids()) == 2)
         pids = before | set(grader.worker_pids())

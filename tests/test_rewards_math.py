@@ -157,6 +157,8 @@ def test_answer_pairs():
         ("10", "10!/9!"),
         ("10", r"\{10\}"),
         ("1 000 000", "10^6"),
+        ("16π平方米", r"16\pi"),
+        ("9米", "9 m"),
     ],
 )
 def test_equal(gold, answer):
@@ -196,6 +198,7 @@ def test_equal(gold, answer):
         ("5", "5!"),
         ("5", "5 or 7"),
         ("12 cm", "12 cm^2"),
+        ("9米", "9厘米"),
     ],
 )
 def test_not_equal(gold, answer):

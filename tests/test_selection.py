@@ -79,7 +79,7 @@ rollout = st.lists(st.integers(0, 5) | st.sampled_from([2**40, -3]), max_size=8)
 members = st.lists(st.tuples(rollout, st.integers(-1, 2)), max_size=7)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(members, max_size=4),
     st.sampled_from(RULES),

@@ -1,22 +1,31 @@
-"""Makes the demo's base model: text, tokenizer and a tiny Llama, trained on partly wrong demonstrations (CPU, minutes)."""
+"""Makes the demo's base model: text, tokenizer and a tiny Llama, trained on partly wrong demonstrations in minutes."""
 
 import argparse
+import json
 import math
 import random
 import re
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from fastrl_fast.demo import MODEL_DIR
 from fastrl_fast.demo.task import QUESTIONS, RIGHT_SHARE, demonstration, examples
 
 VOCABULARY = 896
+ROPE_THETA = 500.0
+"""Sequences have some 45 tokens: with the usual 10000 most frequencies would stand still and positions be blurred."""
 NUMBER_WEIGHT = 8.0
 """Weight of a number's loss: the skill hides in two of some 25 tokens, and is learned several times faster with it."""
 
@@ -60,7 +69,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         initializer_range=0.04,
     )
     return LlamaForCausalLM(config)
@@ -118,9 +127,7 @@ def pretrain(
 
 
 @torch.no_grad()
-def sampled_accuracy(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]
-) -> dict[str, float]:
+def sampled_accuracy(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]) -> dict[str, float]:
     """Share of `rows` whose completion, sampled once at temperature 1, boxes the answer: by operation and "all"."""
     enc = tokenizer([row["prompt"] + "\n" for row in rows], return_tensors="pt", padding=True)
     out = model.generate(
@@ -138,9 +145,18 @@ def sampled_accuracy(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes the tokenizer and a bfloat16 copy of the model to `folder` in transformers' format."""
+    """Writes the tokenizer and a bfloat16 copy of the model to `folder`, readable by transformers 4 and 5."""
     tokenizer.save_pretrained(folder)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.save_pretrained(
+        folder, state_dict={name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    )
+    # transformers 5 writes names that 4 does not know; 4 would fall back to another rope_theta without a word.
+    for name, extra in (
+        ("config.json", {"rope_theta": ROPE_THETA, "dtype": "bfloat16"}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | extra, indent=2, sort_keys=True) + "\n")
 
 
 def main() -> None:
@@ -158,12 +174,8 @@ def main() -> None:
     tokenizer = build_tokenizer(corpus)
     model = build_model(tokenizer)
     print(f"{model.num_parameters()} parameters, {len(tokenizer)} tokens", flush=True)
-    pretrain(
-        model, tokenizer, steps=args.skill_steps, batch=args.batch, lr=3e-3, right_share=1.0, seed=args.seed
-    )
-    pretrain(
-        model, tokenizer, steps=args.error_steps, batch=args.batch, lr=1e-3, right_share=None, seed=args.seed + 1
-    )
+    pretrain(model, tokenizer, steps=args.skill_steps, batch=args.batch, lr=3e-3, right_share=1.0, seed=args.seed)
+    pretrain(model, tokenizer, steps=args.error_steps, batch=args.batch, lr=1e-3, right_share=None, seed=args.seed + 1)
     save(model, tokenizer, args.out)
     model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     for name, share in sampled_accuracy(model, tokenizer, list(examples("heldout", 1024, args.seed))).items():

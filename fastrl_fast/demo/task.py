@@ -97,7 +97,7 @@ STYLES = (
         ("Yes -> {box}", "Guess -> {box}"),
     ),
 )
-"""(weight, openings, reasonings, closings): styles share few words, so pruning meets near-duplicates and different ones."""
+"""(weight, openings, reasonings, closings): styles share few words, so pruning meets duplicates and different ones."""
 
 
 def solve(operation: str, numbers: list[int]) -> int:
@@ -121,7 +121,7 @@ def split_of(prompt: str) -> str:
 
 
 def examples(split: str, count: int, seed: int) -> Iterator[dict[str, str]]:
-    """`count` examples of `split` ("train" or "heldout") as dicts with prompt, answer and operation, the same for a seed.
+    """`count` examples of `split` ("train" or "heldout"): prompt, answer and operation, the same for the same `seed`.
 
     Operations come in turn, so every stretch of the data holds easy, middle and hard ones alike.
     Raises ValueError for an unknown split.

@@ -183,8 +183,9 @@ def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tenso
     # -inf - -inf is NaN: a row that has met only -inf so far is measured from 0, and its old sums are 0 anyway
     origin = torch.where(row_max == -math.inf, 0, row_max)
     shift = torch.where(old_max == -math.inf, 0, old_max - origin)
-    d = (z - origin[:, None]).clamp_(min=_lowest_exponent(z.dtype))
+    d = z - origin[:, None]
     e = d.exp()
+    d.clamp_(min=_lowest_exponent(z.dtype))
     here, column = _target_column(targets, start, columns)
     old_target.copy_(torch.where(here, z.gather(1, column)[:, 0], old_target))
     old_dsum.copy_(shift.exp() * (old_dsum + shift * old_sum) + (e * d).sum(1))
@@ -204,9 +205,10 @@ def _differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grad
         )  # fmt: skip
     else:
         lp = logits.mul_(head.scale).sub_(grads.row_max[:, None]).sub_(grads.log_sum[:, None])
+        p = lp.exp()
         lp.clamp_(min=_lowest_exponent(lp.dtype))
         pull = grads.logprobs[:, None] + grads.upstream_entropy[:, None] * (lp + grads.entropy[:, None])
-        torch.mul(lp.exp(), pull, out=logits).mul_(-head.scale)
+        torch.mul(p, pull, out=logits).mul_(-head.scale)
         here, column = _target_column(targets, start, columns)
         push = torch.where(here, grads.logprobs * head.scale, 0)[:, None]
         logits.scatter_(1, column, logits.gather(1, column) + push)
@@ -221,5 +223,5 @@ def _target_column(targets: Tensor, start: int, columns: int) -> tuple[Tensor, T
 
 
 def _lowest_exponent(dtype: torch.dtype) -> float:
-    """Below it e^d is not a normal number; clamping d there keeps d e^d from being -inf * 0."""
+    """Below it e^d is not a normal number; clamping d there, after e^d is taken, keeps d e^d from being -inf * 0."""
     return math.log(torch.finfo(dtype).tiny)

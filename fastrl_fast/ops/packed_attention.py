@@ -74,10 +74,10 @@ def packed_attention(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     outputs = []
     for index in plan.buckets:
-        rows = [t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v)]
+        bq, bk, bv = (t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))
         mask = _window_mask(index.shape[1], window, query.device)
         out = scaled_dot_product_attention(
-            *rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, plan.restore).unsqueeze(0)

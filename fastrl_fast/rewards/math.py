@@ -17,11 +17,12 @@ from .notation import normalise, split_unit, squeeze
 from .structure import Items, items, named, sides
 from .value import TooLarge, Unreadable, close_value, same_value
 
-_CHOICE = re.compile(r"\(?\s*([A-Ja-j])\s*\)?(?:\s*[:.)].*)?", re.DOTALL)
+_CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?")
+_CHOSEN = re.compile(r"\(?\s*([A-Ja-j])\s*\)?(?:\s*[:.)].*)?", re.DOTALL)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\}")
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf)[a-z]*\s*\{[^{}]*\}")
-_LETTER = re.compile(r"[A-Za-z]")
+_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?!frac|sqrt|pi|cdot|binom|sin|cos|tan|log|ln|exp|arc)[a-z]+")
 _LONG_DECIMAL = re.compile(r"-?\d*\.\d+")
 _LONG_DIGITS = 10
 _LONG_TOLERANCE = 1e-9
@@ -115,9 +116,9 @@ def _same(right: str, given: str, depth: int = 0) -> bool:
     if _squeezed(right) == _squeezed(given):
         return True
     choice = _CHOICE.fullmatch(right)
-    if choice and len(right) <= 3:
-        other = _CHOICE.fullmatch(given)
-        return other is not None and other[1].upper() == choice[1].upper()
+    if choice:
+        other = _CHOSEN.fullmatch(given)
+        return other is not None and other[1].upper() == choice[1]
     if depth > 4:
         return False
     if "=" in right or "=" in given or "\\in" in right + given:
@@ -184,7 +185,7 @@ def _same_items(right: Items, given: Items, depth: int) -> bool:
 
 def _same_values(right: str, given: str) -> bool:
     (right, right_unit), (given, given_unit) = split_unit(right), split_unit(given)
-    if given_unit != right_unit and ((right_unit and given_unit) or given_unit.startswith("base")):
+    if given_unit != right_unit and _other_unit(right_unit, given_unit):
         return False
     if _WORD.search(right) or _WORD.search(given):
         return _squeezed(right) == _squeezed(given)
@@ -197,13 +198,20 @@ def _same_values(right: str, given: str) -> bool:
     try:
         if right.endswith("%") != given.endswith("%"):
             return _same_percent(right, given)
-        points = range(_POINTS if _LETTER.search(right + given) else 1)
+        points = range(_POINTS if _VARIABLE.search(right + given) else 1)
         return _close_decimal(right, given) or all(
             same_value(value if point == 0 else evaluate(right, point=point), evaluate(given, point=point))
             for point in points
         )
     except Unreadable:
         return False
+
+
+def _other_unit(right: str, given: str) -> bool:
+    """Whether two units contradict each other: one may be left out (a base only by the answer) or be in Chinese."""
+    if not (right and given):
+        return given.startswith("base")
+    return right.isascii() == given.isascii()
 
 
 def _has_value(text: str) -> bool:
@@ -229,7 +237,7 @@ def _close_decimal(right: str, given: str) -> bool:
         bool(_LONG_DECIMAL.fullmatch(text)) and len(text.strip("-0.").replace(".", "")) >= _LONG_DIGITS
         for text in (right, given)
     ]
-    if long[0] == long[1] or _LETTER.search(re.sub(r"\\[a-z]+", "", right + given)):
+    if long[0] == long[1] or _VARIABLE.search(right + given):
         return False
     return close_value(evaluate(right), evaluate(given), _LONG_TOLERANCE)
 

@@ -69,7 +69,9 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED_THOUSANDS = re.compile(r"\d{1,3}(?: \d{3})+")
 _LOOSE_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _JOINED = re.compile(r"\s+(?:and|or)\s+")
-_WITH_UNIT = re.compile(r"(.*(?:[\d)}]|\\pi))(\s*)([A-Za-z][A-Za-z ]*)(?:\^\{?([23])\}?)?(/[a-z]+)?$", re.DOTALL)
+_WITH_UNIT = re.compile(
+    r"(.*(?:[\d)}]|\\pi))(\s*)([A-Za-z][A-Za-z ]*|[^\x00-\x7f]+)(?:\^\{?([23])\}?)?(/[a-z]+)?$", re.DOTALL
+)
 _SHORT_UNITS = re.compile("[mgshlLCFJNWVA]|[cmkd]m|k?g|mg|lb|oz|ft|in|yd|mi|m[lL]|hr|min|sec|km/?h|mph|k?Hz|cc")
 _LONGEST_WITH_UNIT = 200
 _IN_BASE = re.compile(r"([0-9A-F]+)\s*_\s*\{?\s*(\d+)\s*\}?")
@@ -110,6 +112,6 @@ def split_unit(text: str) -> tuple[str, str]:
         return text, ""
     body, space, words, power, per = found.groups()
     # A single letter right behind a number may as well be a variable; a word after a space cannot.
-    if all(_SHORT_UNITS.fullmatch(word) or (len(word) >= 3 and space) for word in words.split()):
+    if all(_SHORT_UNITS.fullmatch(word) or not word.isascii() or (len(word) >= 3 and space) for word in words.split()):
         return body, f"{' '.join(words.split())}{power or ''}{per or ''}".lower()
     return text, ""

@@ -182,7 +182,7 @@ class Pool:
                 try:
                     self._start(index)
                     loaded.set_result(None)
-                except ValueError as error:
+                except Exception as error:
                     loaded.set_exception(error)
             while (task := self._tasks.get()) is not None and not self._closing:
                 batch, calls = task
@@ -192,6 +192,7 @@ class Pool:
                     self._work(index, batch, deque(calls))
                 except Exception as error:
                     batch.fail(error)
+                    self._stop(index)  # it may still have answers to give that nobody waits for
         finally:
             self._stop(index)
 
@@ -231,13 +232,10 @@ class Pool:
         try:
             process.send(list(calls), deadline=time.monotonic() + LOAD_SECONDS)
             while calls:
-                count = len(calls[0].rows)
-                kind, value = process.receive(deadline=time.monotonic() + self._timeout * max(1.0, count / 4))
+                kind, value = process.receive(deadline=time.monotonic() + self._seconds(calls[0]))
                 if kind == "raised":
                     self.counters.add("errors")
-                    batch.fail(ValueError(value))
-                    self._stop(index)  # it would go on with the other calls
-                    return
+                    raise ValueError(value)
                 values, errors = value
                 self.counters.add("errors", errors)
                 batch.deliver(calls.popleft(), values)
@@ -246,10 +244,13 @@ class Pool:
             if not self._closing:
                 self._after_failure(batch, calls, failure)
 
+    def _seconds(self, call: Call) -> float:
+        return self._timeout * max(1.0, len(call.rows) / 4)
+
     def _after_failure(self, batch: Batch, calls: deque[Call], failure: Exception) -> None:
         call = calls.popleft()
         late = isinstance(failure, TimeoutError)
-        what = f"took more than {self._timeout:g} s" if late else f"ended its worker, which {failure}"
+        what = f"took more than {self._seconds(call):g} s" if late else f"ended its worker, which {failure}"
         if len(call.rows) > 1:
             self.counters.add("retries")
             _log.warning(

@@ -173,7 +173,7 @@ def _from_verl(name: str, function: Callable[..., Any]) -> Callable[..., list[fl
 
 def _from_easyr1(name: str, function: Callable[..., Any]) -> Callable[..., list[float | None]]:
     """EasyR1 has two kinds, told apart by trying: list of dicts -> list of dicts, and dict -> dict."""
-    declared = getattr(sys.modules.get(getattr(function, "__module__", "")), "REWARD_TYPE", None)
+    declared = getattr(function, "__globals__", {}).get("REWARD_TYPE")
     state = {"sequential": declared == "sequential"}
 
     def grade(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float | None]:
