@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from . import distributed
-from .config import Config, EvalConfig
+from .config import Config, EvalConfig, RewardConfig
 from .data import PromptData
 from .rewards import Grader
 from .rollout import Sampler
@@ -57,13 +57,19 @@ class Accuracy:
 
     def _count(self, groups: list[Group]) -> list[tuple[int, int]]:
         """(right, not gradable) per group; what could not be graded is not right."""
-        graded = self.grader.grade(*grading_columns(groups))
+        columns = grading_columns(groups)
+        graded = distributed.together(lambda: self.grader.grade(*columns))
         values = iter(result[self.reward] for result in graded)
         counts = []
         for group in groups:
             own = [next(values) for _ in group.rollouts]
             counts.append((sum(v is not None and v >= RIGHT for v in own), sum(v is None for v in own)))
         return counts
+
+
+def build_grader(config: RewardConfig) -> Grader:
+    """Start the grading processes. Raises ValueError for a reward function that is not there."""
+    return Grader(config.terms, workers=config.workers, timeout=config.timeout)
 
 
 def build_accuracy(config: Config, tokenizer: PreTrainedTokenizerBase, grader: Grader) -> Accuracy | None:
@@ -80,20 +86,20 @@ def grading_columns(groups: list[Group]) -> tuple[list[Any], list[Any], dict[str
     """Prompts, completions and columns of all rollouts, in order, as reward functions take them.
 
     Where the data held chat messages, a prompt is the list of messages and a completion a list of one message, as in
-    TRL. Columns are those that any prompt has; a prompt without one gives None.
+    TRL. Columns are those that any prompt has (a prompt without one gives None), `completion_ids` and `finish_reason`.
     """
     prompts: list[Any] = []
     completions: list[Any] = []
-    names = sorted({name for group in groups for name in group.prompt.columns})
-    columns: dict[str, list[Any]] = {name: [] for name in names}
+    rows: list[dict[str, Any]] = []
     for group in groups:
         chat = not isinstance(group.prompt.text, str)
         for rollout in group.rollouts:
             prompts.append(group.prompt.text)
             completions.append([{"role": "assistant", "content": rollout.text}] if chat else rollout.text)
-            for name in names:
-                columns[name].append(group.prompt.columns.get(name))
-    return prompts, completions, columns
+            sampled = {"completion_ids": rollout.completion_ids, "finish_reason": rollout.finish_reason}
+            rows.append(group.prompt.columns | sampled)
+    names = sorted({name for row in rows for name in row})
+    return prompts, completions, {name: [row.get(name) for row in rows] for name in names}
 
 
 def _mean(values: list[float]) -> float:

@@ -1,8 +1,9 @@
 """Process group, sharding, and the few collectives of a step; everything works with one process too."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -96,8 +97,14 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
-def agree(error: str | None) -> None:
-    """Raise ValueError on every rank with the first rank's message when any rank has one."""
+def together(work: Callable[[], T]) -> T:
+    """Do the same work on every rank; a ValueError on any rank is raised on all, with the first such rank's message."""
+    result, error = None, None
+    try:
+        result = work()
+    except ValueError as problem:
+        error = str(problem)
     for message in gather_lists([error]):
         if message is not None:
             raise ValueError(message)
+    return cast(T, result)

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from . import cli, distributed, run_folder
-from .accuracy import build_accuracy
+from .accuracy import build_accuracy, build_grader
 from .builtin import resolve_model
 from .checkpoint import load_weights
 from .config import Config
 from .model import load_causal_lm, load_tokenizer, sampler_copy
-from .rewards import Grader
 from .rollout import build_sampler
 
 
@@ -41,12 +40,12 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
     configured."""
     if config.eval.path is None:
         raise ValueError("eval.path must name held-out data, got None")
-    model_path = resolve_model(config.model.path)
-    tokenizer = load_tokenizer(model_path, config.model)
-    with Grader(config.reward.terms, workers=config.reward.workers, timeout=config.reward.timeout) as grader:
+    path = resolve_model(config.model.path)
+    tokenizer = load_tokenizer(path, config.model)
+    with build_grader(config.reward) as grader:
         accuracy = build_accuracy(config, tokenizer, grader)
         assert accuracy is not None, "eval.path was checked"
-        lm = load_causal_lm(model_path, config.model)
+        lm = load_causal_lm(path, config.model)
         lm = sampler_copy(lm, dtype=getattr(torch, config.model.dtype), device=device)
         sampler = build_sampler(config.rollout, lm, tokenizer)
         if run is not None:

@@ -125,7 +125,9 @@ class Policy(nn.Module):
     def shard_units(self) -> list[nn.Module]:
         """Modules whose weights FSDP2 gathers one at a time: each layer, and the head where it has a weight of its
         own."""
-        return [*self.decoder.get_submodule("layers").children(), *([] if self.tied else [self.head])]
+        kinds = self.lm._no_split_modules or ()
+        layers = [module for module in self.decoder.modules() if type(module).__name__ in kinds]
+        return [*layers, *([] if self.tied else [self.head])]
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         hidden = self.decoder(

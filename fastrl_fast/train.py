@@ -2,13 +2,14 @@
 RL."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import cli, distributed, run_folder
-from .accuracy import Accuracy, build_accuracy
+from .accuracy import Accuracy, build_accuracy, build_grader
 from .budget import build_budget
 from .builtin import resolve_model
 from .checkpoint import Checkpointer
@@ -32,20 +33,24 @@ def main() -> int:
         distributed.stop()
 
 
+@dataclass(slots=True)
+class Inputs:
+    """What a run reads before it writes anything."""
+
+    lm: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    data: PromptData
+    accuracy: Accuracy | None
+
+
 def train(config: Config, recipe: str, device: torch.device) -> int:
     """Check everything that can be wrong, then load, train and say what was learnt."""
-    model_path = resolve_model(config.model.path)
-    tokenizer = load_tokenizer(model_path, config.model)
-    data = PromptData(config.data, tokenizer, seed=config.seed)
-    total_steps = config.max_steps or config.epochs * len(data) // config.data.prompts_per_step
-    with Grader(config.reward.terms, workers=config.reward.workers, timeout=config.reward.timeout) as grader:
-        accuracy = build_accuracy(config, tokenizer, grader)
-        lm = load_causal_lm(model_path, config.model)
+    with distributed.together(lambda: build_grader(config.reward)) as grader:
+        inputs = distributed.together(lambda: load_inputs(config, grader))
+        total_steps = config.max_steps or config.epochs * len(inputs.data) // config.data.prompts_per_step
         folder = _open_folder(config, recipe, total_steps)
         log = _build_log(folder, config, total_steps)
-        parts = build_parts(
-            config, lm, tokenizer, device, data=data, grader=grader, accuracy=accuracy, folder=folder, log=log
-        )
+        parts = build_parts(config, inputs, grader, device, folder=folder, log=log)
         trainer = Trainer(config, parts, total_steps=total_steps)
         _start(trainer)
         trainer.run()
@@ -54,22 +59,21 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
     return 0
 
 
+def load_inputs(config: Config, grader: Grader) -> Inputs:
+    """Read data and model. Raises ValueError for whatever the user can mend."""
+    path = resolve_model(config.model.path)
+    tokenizer = load_tokenizer(path, config.model)
+    data = PromptData(config.data, tokenizer, seed=config.seed)
+    return Inputs(load_causal_lm(path, config.model), tokenizer, data, build_accuracy(config, tokenizer, grader))
+
+
 def build_parts(
-    config: Config,
-    lm: Any,
-    tokenizer: Any,
-    device: torch.device,
-    *,
-    data: PromptData,
-    grader: Grader,
-    accuracy: Accuracy | None,
-    folder: Path,
-    log: RunLog | None,
+    config: Config, inputs: Inputs, grader: Grader, device: torch.device, *, folder: Path, log: RunLog | None
 ) -> Parts:
     """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    sampler = build_sampler(config.rollout, sampler_copy(lm, dtype=dtype, device=device), tokenizer)
-    policy = build_policy(lm, config.model, temperature=config.rollout.temperature).to(device)
+    sampler = build_sampler(config.rollout, sampler_copy(inputs.lm, dtype=dtype, device=device), inputs.tokenizer)
+    policy = build_policy(inputs.lm, config.model, temperature=config.rollout.temperature).to(device)
     reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
     shape = policy.shape
     for model in (policy, reference):
@@ -81,10 +85,10 @@ def build_parts(
         reference=reference,
         optimizer=build_optimizer(policy.parameters(), config.optimizer),
         sampler=sampler,
-        data=data,
+        data=inputs.data,
         grader=grader,
         budget=build_budget(config.budget),
-        accuracy=accuracy,
+        accuracy=inputs.accuracy,
         checkpointer=Checkpointer(folder / "checkpoints", keep=config.checkpoint.keep),
         log=log,
         device=device,
@@ -93,14 +97,15 @@ def build_parts(
 
 def _open_folder(config: Config, recipe: str, total_steps: int) -> Path:
     """Rank 0 opens the run folder; a refusal ends all ranks with its message."""
-    folder, error = "", None
-    if distributed.rank() == 0:
-        try:
-            folder = str(run_folder.open_run_folder(cli.to_dict(config), recipe, total_steps=total_steps))
-        except ValueError as refusal:
-            error = str(refusal)
-    distributed.agree(error)
-    return Path(distributed.broadcast_object(folder))
+
+    def opened() -> Path | None:
+        if distributed.rank() != 0:
+            return None
+        return run_folder.open_run_folder(cli.to_dict(config), recipe, total_steps=total_steps)
+
+    folder = distributed.broadcast_object(distributed.together(opened))
+    assert folder is not None, "rank 0 opened it"
+    return folder
 
 
 def _build_log(folder: Path, config: Config, total_steps: int) -> RunLog | None:

@@ -104,7 +104,8 @@ class Trainer:
 
     @phase("grade")
     def grade(self, groups: list[Group]) -> None:
-        graded = iter(self.parts.grader.grade(*grading_columns(groups)))
+        columns = grading_columns(groups)
+        graded = iter(distributed.together(lambda: self.parts.grader.grade(*columns)))
         for group in groups:
             for rollout in group.rollouts:
                 rollout.rewards = next(graded)

@@ -30,7 +30,7 @@ def test_pass_at_k_wants_k_within_the_samples(k):
 
 
 def rollouts(*texts: str) -> list[Rollout]:
-    return [Rollout([1], [0.0], "stop", text=text) for text in texts]
+    return [Rollout([ord(c) for c in text], [0.0] * len(text), "stop", text=text) for text in texts]
 
 
 def test_columns_line_up_with_rollouts():
@@ -43,7 +43,13 @@ def test_columns_line_up_with_rollouts():
     prompts, completions, columns = grading_columns(groups)
     assert prompts == ["2+2", "2+2", "2+2", "1+1"]
     assert completions == ["4", "5", "6", "2"]
-    assert columns == {"answer": ["4", "4", "4", "2"], "level": [1, 1, 1, None], "source": [None, None, None, "x"]}
+    assert columns == {
+        "answer": ["4", "4", "4", "2"],
+        "level": [1, 1, 1, None],
+        "source": [None, None, None, "x"],
+        "completion_ids": [[ord(c)] for c in completions],
+        "finish_reason": ["stop"] * 4,
+    }
 
 
 def test_chat_rows_are_given_as_messages():

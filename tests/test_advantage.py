@@ -142,9 +142,7 @@ def test_dead_group_rate_follows_from_accuracy():
         groups = [group(rewards) for rewards in outcomes]
         assign_advantages(groups, preset="fastrl")
         chance = sum(
-            math.prod(p if r else 1 - p for r in rewards)
-            for rewards, g in zip(outcomes, groups, strict=True)
-            if g.dead
+            math.prod(p if r else 1 - p for r in rewards) for rewards, g in zip(outcomes, groups, strict=True) if g.dead
         )
         assert chance == pytest.approx(expected, abs=1e-3)
 

@@ -15,6 +15,7 @@ import yaml
 from fastrl_fast import cli, config, foreign_names
 from fastrl_fast.config import Config
 
+
 @pytest.fixture(autouse=True, scope="module")
 def one_parser():
     """Building the parser takes a tenth of a second, and this file parses some two hundred times."""
@@ -177,8 +178,8 @@ def test_whole_numbers_become_floats_where_floats_are_meant(file):
             "loss.kind must be one of grpo, dapo, dr_grpo, gspo, gspo_token, cispo, got ppo",
         ),
         (
-            ["--loss.aggregation", "mean"],
-            "loss.aggregation must be one of token-mean, seq-mean-token-mean, seq-mean-token-sum-norm or null, got mean",
+            ["--loss.aggregation", "x"],
+            "loss.aggregation must be one of token-mean, seq-mean-token-mean, seq-mean-token-sum-norm or null, got x",
         ),
         (["--reward.functions", "3"], "reward.functions must be a mapping of names, each to a finite number, got 3"),
     ],
@@ -194,7 +195,10 @@ def test_wrong_types_name_field_rule_and_value(argv, line):
         (["--loss.kl_coef", ".inf"], "loss.kl_coef must be finite, got inf"),
         (["--reward.functions", "{math: .nan}"], "reward.functions.math must be finite, got nan"),
         (["--prune.tau", "2"], "prune.tau must be in [0, 1], got 2.0"),
-        (["--budget.group_size", "1"], "budget.group_size must be 2 or greater (a group of one has no advantage), got 1"),
+        (
+            ["--budget.group_size", "1"],
+            "budget.group_size must be 2 or greater (a group of one has no advantage), got 1",
+        ),
         (["--rollout.temperature", "0"], "rollout.temperature must be greater than 0, got 0.0"),
         (["--rollout.top_p", "0"], "rollout.top_p must be in (0, 1], got 0.0"),
         (["--rollout.top_k", "-1"], "rollout.top_k must be 0 or greater, got -1"),

@@ -24,7 +24,9 @@ def make_batch(lengths: list[int], seed: int = 0, *, spread: float = 0.4) -> tup
         return torch.randn(n, generator=generator, dtype=torch.float64)
 
     advantages, weights = noise(len(lengths)).tolist(), (1 + noise(len(lengths)).abs()).tolist()
-    batch = pack([Sequence([1], [2] * n, [-1.0] * n, a, w) for n, a, w in zip(lengths, advantages, weights, strict=True)])
+    batch = pack(
+        [Sequence([1], [2] * n, [-1.0] * n, a, w) for n, a, w in zip(lengths, advantages, weights, strict=True)]
+    )
     total = sum(lengths)
     logprobs = -noise(total).abs()
     batch = replace(
@@ -107,7 +109,9 @@ def test_gradient_is_the_slope_of_the_loops(kind):
     (gradient,) = torch.autograd.grad(ours(logprobs, batch, objective, whole(batch)), logprobs)
     values, h = logprobs.tolist(), 1e-6
     for i in range(len(values)):
-        up, down = (naive([v + s * h * (j == i) for j, v in enumerate(values)], batch, objective, whole(batch)) for s in (1, -1))
+        up, down = (
+            naive([v + s * h * (j == i) for j, v in enumerate(values)], batch, objective, whole(batch)) for s in (1, -1)
+        )
         assert float(gradient[i]) == pytest.approx((up - down) / (2 * h), abs=1e-8)
 
 
@@ -212,7 +216,9 @@ def test_token_mean_is_over_the_whole_update():
     """L02: losses 1, 1, 1 in one micro-batch and 10 in the other give 3.25, not 5.5."""
     first = pack([Sequence([1], [2] * 3, [0.0] * 3, -1.0, 1.0)])
     second = pack([Sequence([1], [2], [0.0], -10.0, 1.0)])
-    total = sum(float(ours(torch.zeros(b.targets.numel()), b, OBJECTIVES["dapo"], Divisor(4, 2))) for b in (first, second))
+    total = sum(
+        float(ours(torch.zeros(b.targets.numel()), b, OBJECTIVES["dapo"], Divisor(4, 2))) for b in (first, second)
+    )
     assert total == 3.25
 
 
@@ -306,9 +312,7 @@ def test_gradient_does_not_depend_on_packing_order_or_splitting(kind, make_lm):
     """Invariant (a) of the design; L01, L02, P11."""
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(89, (n,), generator=generator).tolist() for n in (4, 7, 3, 1, 9, 5)]
-    sequences = [
-        Sequence([7, i], c, [0.0] * len(c), 0.7 - 0.5 * i, 1.0 + i % 3) for i, c in enumerate(ids)
-    ]
+    sequences = [Sequence([7, i], c, [0.0] * len(c), 0.7 - 0.5 * i, 1.0 + i % 3) for i, c in enumerate(ids)]
     policy = Policy(make_lm(), temperature=0.8)
     objective = build_objective(LossConfig(kind=kind, kl_coef=0.1))
     divisor = Divisor(sum(s.weight * len(s.completion_ids) for s in sequences), sum(s.weight for s in sequences))

@@ -63,7 +63,16 @@ def test_markup_in_what_is_said_is_printed_as_it_is(log, capsys):
     assert capsys.readouterr().out == "runs/[bold]x[/bold] of " + "y" * 300 + "\n"
 
 
-ODD = ["plain", "line\u2028separator", "next\u0085line", "form\x0cfeed", "re\rturn", "漢字 🎉", "lone \ud800 surrogate", '"\\\n']
+ODD = [
+    "plain",
+    "line\u2028separator",
+    "next\u0085line",
+    "form\x0cfeed",
+    "re\rturn",
+    "漢字 🎉",
+    "lone \ud800 surrogate",
+    '"\\\n',
+]
 
 
 def test_resuming_forgets_later_steps_and_a_torn_line(log, tmp_path):
@@ -213,7 +222,11 @@ def groups() -> list[Group]:
                 rollout(3, (None, 0.0), math.nan, UNGRADED, "length"),
             ],
         ),
-        Group(Prompt("b", [1], [{"role": "user", "content": "ask"}], {}), [rollout(5, (0.0, 0.0), 0.0, FREE)] * 2, dead=True),
+        Group(
+            Prompt("b", [1], [{"role": "user", "content": "ask"}], {}),
+            [rollout(5, (0.0, 0.0), 0.0, FREE)] * 2,
+            dead=True,
+        ),
     ]
 
 
@@ -264,9 +277,7 @@ def test_ranks_add_up(groups, process_group, monkeypatch):
     """Two ranks with the same groups: counts double, means stay."""
     monkeypatch.setattr("fastrl_fast.distributed.all_sum", lambda values: values * 2)
     updates = {"loss": torch.tensor(1.5), "update_tokens": torch.tensor(4.0), "entropy": torch.tensor(2.0)}
-    twice = step_report.step_metrics(
-        step_report.add_up(step_report.rollout_sums(groups, TERMS), updates), TERMS
-    )
+    twice = step_report.step_metrics(step_report.add_up(step_report.rollout_sums(groups, TERMS), updates), TERMS)
     assert (twice["reward/mean"], twice["rollouts/generated"], twice["policy/entropy"]) == (0.5, 10, 0.5)
     assert twice["loss/value"] == 3.0, "parts of the loss add up to it"
 

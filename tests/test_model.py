@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fastrl_fast.config import ModelConfig
 from fastrl_fast.model import (
@@ -16,6 +16,7 @@ from fastrl_fast.model import (
     load_causal_lm,
     sampler_copy,
 )
+from fastrl_fast.ops import packed_logprobs
 from fastrl_fast.packing import Sequence, pack
 
 FAMILIES = {
@@ -39,7 +40,7 @@ def sequences(seed: int = 0, vocabulary: int = 89) -> list[Sequence]:
 
 
 def alone(lm, sequence: Sequence, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies of one completion by the textbook formula, with nothing packed (K03: no padding either)."""
+    """Logprobs and entropies of one completion by the textbook formula, nothing packed or padded (K03)."""
     tokens = torch.tensor([sequence.prompt_ids + sequence.completion_ids])
     logits = lm(tokens, use_cache=False).logits[0, len(sequence.prompt_ids) - 1 : -1] / temperature
     logp = logits.log_softmax(-1)
@@ -72,13 +73,11 @@ def test_float32_is_close_enough_to_one_at_a_time(make_lm):
 def test_the_window_matters(make_lm):
     """Guards the Mistral case above: without its window the numbers are others."""
     wide, narrow = (Policy(make_lm("mistral", sliding_window=w), temperature=1.0) for w in (None, 4))
-    assert float((wide(pack(sequences()))[0] - narrow(pack(sequences()))[0]).abs().max()) > 1e-3
+    assert float((wide(pack(sequences()))[0] - narrow(pack(sequences()))[0]).detach().abs().max()) > 1e-3
 
 
 def test_temperature_is_applied_to_logits_not_to_logprobs():
     """V01: logits [2, 0] at T = 0.5 give -0.01815, not -0.25386."""
-    from fastrl_fast.ops import packed_logprobs
-
     hidden = torch.eye(2)[:1]
     weight = torch.tensor([[2.0, 0.0], [0.0, 0.0]])
     zero = torch.zeros(1, dtype=torch.int64)
@@ -127,8 +126,6 @@ def test_activation_checkpointing_changes_no_gradient(make_lm):
 def test_dropout_is_off_however_the_config_spells_it(make_lm, tmp_path, family):
     """V15: two forwards of a policy in training mode are equal bit for bit."""
     if family == "gpt2":
-        from transformers import GPT2Config, GPT2LMHeadModel
-
         sizes = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=89, n_positions=64)
         lm = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
     else:
@@ -160,7 +157,7 @@ def test_full_weights_load_into_a_stock_model(make_lm, tied):
 @pytest.mark.parametrize("tied", [True, False])
 def test_frozen_and_sampler_copies_do_not_follow_training(make_lm, tied):
     lm = make_lm(dtype=torch.float32, tie_word_embeddings=tied)
-    sampler = sampler_copy(lm, dtype=torch.bfloat16)
+    sampler = sampler_copy(lm, dtype=torch.bfloat16, device=torch.device("cpu"))
     policy = build_policy(lm, SETTINGS, temperature=1.0)
     reference = frozen_copy(policy)
     before = reference(pack(sequences()))[0].clone()
@@ -194,9 +191,16 @@ def test_shape_counts_parameters_outside_the_embedding(make_lm):
         assert (shape.parameters, shape.layers, shape.hidden) == (2 * layer + 32, 2, 32)
 
 
-def test_models_that_packed_attention_cannot_serve_are_refused(make_lm):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+@pytest.mark.parametrize("tied", [True, False])
+def test_shard_units_are_the_layers_and_an_untied_head(make_lm, tied):
+    policy = Policy(make_lm(tie_word_embeddings=tied), temperature=1.0)
+    assert policy.shard_units == [*policy.decoder.layers, *([] if tied else [policy.head])]
+    # GPT-2 calls its layers otherwise, and ties.
+    gpt2 = Policy(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=9)), temperature=1.0)
+    assert gpt2.shard_units == list(gpt2.decoder.h)
 
+
+def test_models_that_packed_attention_cannot_serve_are_refused(make_lm):
     sizes = dict(vocab_size=89, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     gemma = Gemma2ForCausalLM(Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8))
     with pytest.raises(ValueError, match="soft-capped"):

@@ -132,9 +132,7 @@ def test_to_moves_every_tensor_and_keeps_none():
 
 def rollout(tokens: int, *, weight: float = 1.0, drop_reason: str = "", advantage: float = 1.0) -> Rollout:
     logprobs = [-float(i) for i in range(tokens)]
-    return Rollout(
-        list(range(tokens)), logprobs, "stop", advantage=advantage, weight=weight, drop_reason=drop_reason
-    )
+    return Rollout(list(range(tokens)), logprobs, "stop", advantage=advantage, weight=weight, drop_reason=drop_reason)
 
 
 def test_divisor_counts_kept_and_free_rollouts_by_weight():

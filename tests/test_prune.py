@@ -41,7 +41,9 @@ def naive_rule(texts: list[list[int]], rewards: list[float], method: str, tau: f
                 continue
             against = members if method == "mdap" else members[:1]
             # The code keeps strictly above tau (J < 1 - tau), the paper from tau on.
-            near = [distance(text, texts[j]) < tau if method == "mdap" else distance(text, texts[j]) <= tau for j in against]
+            near = [
+                distance(text, texts[j]) < tau if method == "mdap" else distance(text, texts[j]) <= tau for j in against
+            ]
             if not any(near):
                 members.append(i)
         stay += members
@@ -181,7 +183,7 @@ def test_drop_reasons_are_all_reported():
 
 
 def step_groups() -> list[Group]:
-    """A live group, one with a zero advantage in it, a dead one, one that could not be graded whole, a duplicate prompt."""
+    """A live group, one with a zero advantage in it, a dead one, one with an ungraded member, a duplicate prompt."""
     generator = torch.Generator().manual_seed(0)
 
     def texts(*sizes: int) -> list[list[int]]:

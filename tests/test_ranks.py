@@ -83,6 +83,17 @@ def test_every_number_of_ranks_takes_the_same_step(steps: dict[int, dict], scena
         assert many["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4, abs=1e-6), key
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_bfloat16_with_checkpointing_takes_a_finite_step(steps: dict[int, dict], ranks: int) -> None:
+    """bfloat16 is a smoke test on a CPU: rounding differs with the packing, so only its size is compared."""
+    start, bf16 = steps[1]["nothing_left"]["weights"], steps[ranks]["bfloat16"]
+    moved = torch.cat([(bf16["weights"][name] - start[name]).flatten() for name in start])
+    assert moved.isfinite().all()
+    assert moved.norm() > 0
+    assert all(weight.dtype == torch.float32 for weight in bf16["weights"].values())
+    assert bf16["metrics"]["policy/sampler_gap"] < 0.05
+
+
 def test_scenarios_leave_what_they_say(steps: dict[int, dict]) -> None:
     assert steps[1]["dead_elsewhere"]["metrics"]["groups/dead"] == 3
     assert steps[1]["two_sequences"]["metrics"]["rollouts/kept"] == 2

@@ -1,5 +1,6 @@
 """The run folder: new, gone on with, refused; and files of others that nobody touches."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from fastrl_fast import cli, run_folder
+from fastrl_fast.config import Config
 from fastrl_fast.run_folder import finished_steps, load_settings, open_run_folder, write_summary
 
 
@@ -16,8 +18,13 @@ def inside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@functools.cache
+def config(*argv: str) -> Config:
+    return cli.parse(list(argv), prog="train")[0]
+
+
 def settings(*argv: str) -> dict:
-    return cli.to_dict(cli.parse(list(argv), prog="train")[0])
+    return cli.to_dict(config(*argv))
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -1,6 +1,7 @@
 """Rows from wherever a path points: files, `datasets` folders, hub ids, reasoning_gym tasks and the demo's own data."""
 
 import csv
+import dataclasses
 import gzip
 import io
 import json
@@ -213,9 +214,12 @@ def _reasoning_gym(text: str) -> list[Row]:
     task, options = _options(text)
     try:
         import reasoning_gym
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise _SourceError("reasoning_gym: needs pip install 'fastrl_fast[reasoning-gym]'") from error
     size, seed = _whole_number(options, "size", 500), _whole_number(options, "seed", 0)
+    if task in DATASETS:
+        options = _as_ranges(options, {field.name for field in dataclasses.fields(DATASETS[task][1])})
     try:
         entries: Iterable[Row] = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
     except (ValueError, TypeError, AssertionError) as error:
@@ -229,3 +233,14 @@ def _reasoning_gym(text: str) -> list[Row]:
         }
         for entry in entries
     ]
+
+
+def _as_ranges(options: dict[str, Any], fields: set[str]) -> dict[str, Any]:
+    """Options of a task, with num_terms=2 (or terms=2) read as min_terms=2 and max_terms=2 where it takes a range."""
+    known: dict[str, Any] = {}
+    for name, value in options.items():
+        noun = name.removeprefix("num_")
+        ends = (f"min_{noun}", f"max_{noun}")
+        names = ends if name not in fields and fields.issuperset(ends) else (name,)
+        known |= dict.fromkeys(names, value)
+    return known

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fastrl_fast import distributed
+from fastrl_fast.accuracy import build_grader
 from fastrl_fast.config import (
     BudgetConfig,
     Config,
@@ -23,10 +24,8 @@ from fastrl_fast.config import (
     RolloutConfig,
     UpdatesConfig,
 )
-from fastrl_fast.data import PromptData
-from fastrl_fast.model import full_weights, load_causal_lm, load_tokenizer
-from fastrl_fast.rewards import Grader
-from fastrl_fast.train import build_parts
+from fastrl_fast.model import full_weights
+from fastrl_fast.train import build_parts, load_inputs
 from fastrl_fast.trainer import Trainer
 
 
@@ -58,18 +57,14 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
             reward=RewardConfig(functions={f"{reward}:first_two": 1.0}, workers=1),
             budget=BudgetConfig(group_size=4),
         ),
+        "bfloat16": change(plain, model=ModelConfig(path=model, dtype="bfloat16", activation_checkpointing=True)),
         "nothing_left": change(plain, reward=RewardConfig(functions={f"{reward}:constant": 1.0}, workers=1)),
     }
 
 
 def run(config: Config, device: torch.device, folder: Path) -> dict[str, object]:
-    tokenizer = load_tokenizer(config.model.path, config.model)
-    lm = load_causal_lm(config.model.path, config.model)
-    data = PromptData(config.data, tokenizer, seed=0)
-    with Grader(config.reward.terms, workers=1, timeout=20.0) as grader:
-        parts = build_parts(
-            config, lm, tokenizer, device, data=data, grader=grader, accuracy=None, log=None, folder=folder
-        )
+    with build_grader(config.reward) as grader:
+        parts = build_parts(config, load_inputs(config, grader), grader, device, folder=folder, log=None)
         trainer = Trainer(config, parts, total_steps=10)
         metrics = trainer.step()
         return {"metrics": metrics, "weights": {name: w.clone() for name, w in full_weights(parts.policy)}}
