@@ -69,7 +69,10 @@ class Accuracy:
 
 def build_grader(config: RewardConfig) -> Grader:
     """Start the grading processes. Raises ValueError for a reward function that is not there."""
-    return Grader(config.terms, workers=config.workers, timeout=config.timeout)
+    try:
+        return Grader(config.terms, workers=config.workers, timeout=config.timeout)
+    except ValueError as error:
+        raise ValueError(f"reward.functions: {error}") from error
 
 
 def build_accuracy(config: Config, tokenizer: PreTrainedTokenizerBase, grader: Grader) -> Accuracy | None:

@@ -96,16 +96,16 @@ def token_weights(
     """Weight [N] of each token loss in the sum over the update.
 
     With sequence weight w and length L: token-mean w / loss tokens; seq-mean-token-mean w / (L x sequences);
-    seq-mean-token-sum-norm w / (max_completion_tokens x sequences).
+    seq-mean-token-sum-norm w / (max_completion_tokens x sequences). Where the update has no token the divisor is 0, and
+    so is the number of weights.
     """
     sequence = _sequence_index(batch)
     weights = batch.weights[sequence]
     if aggregation == "token-mean":
-        return weights / max(divisor.loss_tokens, 1.0)
-    sequences = max(divisor.loss_sequences, 1.0)
+        return weights / divisor.loss_tokens
     if aggregation == "seq-mean-token-mean":
-        return weights / batch.cu_targets.diff()[sequence] / sequences
-    return weights / (max_completion_tokens * sequences)
+        return weights / batch.cu_targets.diff()[sequence] / divisor.loss_sequences
+    return weights / (max_completion_tokens * divisor.loss_sequences)
 
 
 def _sequence_index(batch: PackedBatch) -> Tensor:

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from .config import ModelConfig
 from .ops import packed_logprobs
 from .ops.packed_attention import packed_attention, segments
-from .packing import ModelShape
+from .packing import ModelShape, pack
 from .types import PackedBatch
 
 # Its bars for loading weights would run into ours.
@@ -40,7 +40,10 @@ def _attention(
     packed_segments: Any = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    assert packed_segments is not None, f"{PACKED} attention needs the segments of a packed row"
+    if packed_segments is None:
+        raise ValueError(
+            "model.path: models that do not pass keyword arguments on to their attention are not supported"
+        )
     if softcap is not None or s_aux is not None:
         raise ValueError("model.path: models with soft-capped attention scores or attention sinks are not supported")
     return packed_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
@@ -98,6 +101,9 @@ class Policy(nn.Module):
         )
         lm.set_output_embeddings(head)
         lm.set_attn_implementation(PACKED)
+        # transformers only logs a warning where a model has its attention built in, which would look across borders.
+        if config._attn_implementation != PACKED:
+            raise ValueError(f"model.path: {type(lm).__name__} has its attention built in, which is not supported")
         self.lm = lm
         self.temperature = temperature
 
@@ -165,10 +171,16 @@ def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
 
 
 def build_policy(lm: PreTrainedModel, config: ModelConfig, *, temperature: float) -> Policy:
-    """Wrap a loaded model for training; the model's head and attention are replaced in place."""
+    """Wrap a loaded model for training; the model's head and attention are replaced in place.
+
+    Raises ValueError where the model's attention cannot be replaced: one token goes through it to find out.
+    """
     if config.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(lm, temperature=temperature).train()
+    policy = Policy(lm, temperature=temperature).train()
+    with torch.no_grad():
+        policy(pack([]))
+    return policy
 
 
 def sampler_copy(lm: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -125,6 +125,32 @@ def test_dual_clip_and_sides_of_the_clip():
     assert one_token(1.0, 0.5, **dapo) == pytest.approx(-0.5)
 
 
+def test_clip_counts_are_of_tokens_whose_gradient_the_clip_took():
+    """L16, L13: by the sign of the advantage, one side each."""
+    ratios = [0.5, 1.0, 1.5]
+    for advantage, expected in ((1.0, (0, 1)), (-1.0, (1, 0))):
+        batch = pack([Sequence([1], [2] * 3, [0.0] * 3, advantage, 1.0)])
+        batch.old_logprobs = -torch.tensor(ratios).log()
+        new = torch.zeros(3, requires_grad=True)
+        loss, stats = policy_loss(
+            new, batch, OBJECTIVES["grpo"], divisor=Divisor(3, 1), max_completion_tokens=MAX_TOKENS
+        )
+        assert (int(stats["clipped_low"]), int(stats["clipped_high"])) == expected
+        (gradient,) = torch.autograd.grad(loss, new)
+        assert int((gradient == 0).sum()) == sum(expected)
+
+
+def test_divisors_below_one_divide():
+    """Weights may be shares: half a rollout in the whole update is still averaged over half a rollout."""
+    for kind in OBJECTIVES:
+        values = []
+        for weight in (1.0, 0.125):
+            batch = pack([Sequence([1], [2] * 3, [0.0] * 3, 0.5, weight)])
+            loss = ours(torch.zeros(3), batch, OBJECTIVES[kind], Divisor(3 * weight, weight))
+            values.append(float(loss))
+        assert values[0] == values[1]
+
+
 def test_ratios_are_per_token():
     """L12: [1.10, .90, 1.50] -> [1.10, .90, 1.20], not one ratio of 1.485."""
     batch = pack([Sequence([1], [2, 3, 4], [0.0] * 3, 1.0, 1.0)])

@@ -5,7 +5,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 
 from fastrl_fast.config import ModelConfig
 from fastrl_fast.model import (
@@ -200,11 +218,41 @@ def test_shard_units_are_the_layers_and_an_untied_head(make_lm, tied):
     assert gpt2.shard_units == list(gpt2.decoder.h)
 
 
-def test_models_that_packed_attention_cannot_serve_are_refused(make_lm):
-    sizes = dict(vocab_size=89, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    gemma = Gemma2ForCausalLM(Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8))
-    with pytest.raises(ValueError, match="soft-capped"):
-        Policy(gemma, temperature=1.0)(pack(sequences()))
+SMALL = dict(vocab_size=89, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "reason"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8), "soft-capped"),
+        (GptOssForCausalLM, GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2), "sinks"),
+        (StableLmForCausalLM, StableLmConfig(**SMALL, num_key_value_heads=4), "do not pass keyword arguments"),
+        (BloomForCausalLM, BloomConfig(vocab_size=89, hidden_size=32, n_layer=1, n_head=4), "built in"),
+    ],
+)
+def test_models_that_packed_attention_cannot_serve_are_refused(model, config, reason):
+    """K06: before anything is sampled, not by numbers that are wrong."""
+    with pytest.raises(ValueError, match=rf"^model\.path: .*{reason}"):
+        build_policy(model(config), SETTINGS, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (CohereForCausalLM, CohereConfig(**SMALL, num_key_value_heads=2, logit_scale=0.3, pad_token_id=0)),
+        (GraniteForCausalLM, GraniteConfig(**SMALL, num_key_value_heads=2, logits_scaling=3.0)),
+        (Gemma3ForCausalLM, Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0)),
+    ],
+)
+def test_scales_and_caps_of_the_logits_are_the_models_own(model, config):
+    torch.manual_seed(0)
+    lm = model(config).eval()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    expected = torch.cat([alone(lm, s, 0.7)[0] for s in sequences()])
+    logprobs, _ = Policy(lm, temperature=0.7)(pack(sequences()))
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-5)
 
 
 def test_layers_that_would_leak_across_sequences_are_refused(make_lm):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
+
 FILL = 0.85
 """Sequences share one padded call when the shortest has at least this share of the longest one's tokens."""
 
@@ -69,7 +71,7 @@ def packed_attention(
     variable-length kernel. Elsewhere: sequences of like length are padded on the right and share one call; the
     padding comes after every real query, so causality alone keeps it out, exactly.
     """
-    if query.is_cuda and query.dtype != torch.float32 and importlib.util.find_spec("flash_attn"):
+    if query.is_cuda and query.dtype != torch.float32 and HAS_FLASH:
         return _flash_attention(query, key, value, plan, scale=scale, window=window)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     outputs = []
