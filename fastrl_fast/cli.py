@@ -83,9 +83,19 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterable[str]:
             yield key
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that a mapping holds twice, where YAML's last one would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.MarkedYAMLError(problem=f"key {twice!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _check_file(path: Path) -> None:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        tree = yaml.load(path.read_text(encoding="utf-8-sig"), _StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):

@@ -128,7 +128,8 @@ class RewardConfig:
     """Seconds one answer may take; its worker is then killed and the answer gets 0."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.functions), "reward.functions", "a non-empty mapping of names to weights", self.functions)
+        named = bool(self.functions) and all(isinstance(name, str) for name in self.functions)
+        _require(named, "reward.functions", "a non-empty mapping of names to weights", self.functions)
         for name, weight in self.functions.items():
             _require(math.isfinite(weight), f"reward.functions.{name}", "finite", weight)
         _positive("reward", workers=self.workers, timeout=self.timeout)

@@ -109,7 +109,18 @@ def test_print_config_is_read_back(capsys, file):
 
 
 def test_to_yaml_is_read_back(file):
-    c = parse("--loss.kind", "dapo", "--max_steps", "7", "--eval.reward", "exact", "--log.trackers", "[wandb]")
+    c = parse(
+        "--loss.kind",
+        "dapo",
+        "--max_steps",
+        "7",
+        "--reward.functions",
+        "{a: 1}",
+        "--eval.reward",
+        "a",
+        "--log.trackers",
+        "[wandb]",
+    )
     assert parse("--config", file(cli.to_yaml(c))) == c
     assert yaml.safe_load(cli.to_yaml(c)) == cli.to_dict(c)
 
@@ -145,7 +156,8 @@ def test_later_files_win_and_overrides_win_over_all(file):
 
 
 def test_a_single_reward_weight_can_be_set():
-    assert parse("--reward.functions.format", "0.25").reward.functions == {"exact": 1.0, "format": 0.25}
+    given = parse("--reward.functions", "{exact: 1, format: 0.5}", "--reward.functions.format", "0.25")
+    assert given.reward.functions == {"exact": 1.0, "format": 0.25}
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "1E-06", "0.000001"])
@@ -214,10 +226,13 @@ def test_wrong_types_name_field_rule_and_value(argv, line):
         (["--eval.every", "-1"], "eval.every must be 0 or greater, got -1"),
         (["--reward.timeout", "0"], "reward.timeout must be greater than 0, got 0.0"),
         (["--reward.functions", "{}"], "reward.functions must be a non-empty mapping of names to weights, got {}"),
-        (["--eval.reward", "x"], "eval.reward must be one of reward.functions (exact, format), got 'x'"),
         (
-            ["--updates.minibatches", "17"],
-            "updates.minibatches must be at most data.prompts_per_step (16), got 17",
+            ["--reward.functions", "{a: 1, b: 2}", "--eval.reward", "x"],
+            "eval.reward must be one of reward.functions (a, b), got 'x'",
+        ),
+        (
+            ["--data.prompts_per_step", "4", "--updates.minibatches", "5"],
+            "updates.minibatches must be at most data.prompts_per_step (4), got 5",
         ),
     ],
 )
@@ -288,6 +303,9 @@ def test_sections_want_a_mapping(file):
         ("hello\n", "must hold a mapping of settings, got 'hello'"),
         ("a: [1\n", "is not valid YAML"),
         ("a:\n\t- b\n", "is not valid YAML"),
+        (BASE + "optimizer: {lr: 1}\noptimizer: {weight_decay: 0}\n", "key 'optimizer' is given twice"),
+        (BASE + "reward: {functions: {math: 1, math: 2}}\n", "key 'math' is given twice"),
+        (BASE + "seed: !!python/object/apply:os.getcwd []\n", "is not valid YAML"),
         (b"\xff\xfe\x00", "is not valid YAML"),
     ],
 )
@@ -295,6 +313,16 @@ def test_files_that_are_no_settings(text, rule, file):
     path = file(text)
     line = mistake("--config", path)
     assert line.startswith(f"--config: {path} ") and rule in line
+
+
+def test_reward_names_are_text(file):
+    line = mistake("--config", file(BASE + "reward: {functions: {1: 2}}\n"))
+    assert line == "reward.functions must be a non-empty mapping of names to weights, got {1: 2.0}"
+
+
+def test_dotted_keys_in_a_file_are_the_same_settings(file):
+    c = parse("--config", file(BASE + "optimizer.lr: 0.5\nreward.functions: {exact: 2}\n"))
+    assert (c.optimizer.lr, c.reward.functions) == (0.5, {"exact": 2.0})
 
 
 def test_byte_order_mark_and_windows_line_ends(file):

@@ -64,17 +64,18 @@ def test_an_unfinished_run_of_the_same_settings_is_gone_on_with():
     ("key", "was", "value"),
     [
         ("seed", "0", "1"),
-        ("optimizer.lr", "0.001", "0.5"),
+        ("optimizer.lr", "0.25", "0.5"),
         ("prune.method", "'mdap'", "none"),
         ("reward.functions", "", "{exact: 2.0}"),
         ("rollout.stop_token_ids", "[]", "[7]"),
     ],
 )
 def test_another_run_names_the_field_that_differs(key, was, value):
-    folder = open_run_folder(settings("--run_dir", "r"), "demo", total_steps=4)
+    folder = open_run_folder(settings("--run_dir", "r", "--optimizer.lr", "0.25"), "demo", total_steps=4)
     before = snapshot(folder)
     with pytest.raises(ValueError, match=rf"^run_dir: r holds a run with {key}.* = {re.escape(was)}") as error:
-        open_run_folder(settings("--run_dir", "r", f"--{key}", value), "demo", total_steps=4)
+        other = settings("--run_dir", "r", "--optimizer.lr", "0.25", f"--{key}", value)
+        open_run_folder(other, "demo", total_steps=4)
     assert "--overwrite true" in str(error.value)
     assert snapshot(folder) == before
 
