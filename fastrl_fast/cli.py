@@ -5,6 +5,7 @@ import difflib
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterable
 from importlib import resources
@@ -191,11 +192,22 @@ def to_dict(config: Config) -> dict[str, Any]:
     return tree
 
 
+def _raised_here(error: Exception) -> bool:
+    innermost = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    return Path(innermost.f_code.co_filename).is_relative_to(Path(__file__).parent)
+
+
 def run(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and exit with its code; a ValueError is a mistake of the user: one line on stderr and exit code 2."""
+    """Call `main` and exit with its code.
+
+    A ValueError that this package raised is a mistake of the user: one line on stderr and exit code 2. One that came
+    out of another library is a defect and keeps its traceback.
+    """
     try:
         code = main()
     except ValueError as error:
+        if not _raised_here(error):
+            raise
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2

@@ -4,29 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from .rules import not_negative, positive, require
+
 AdvantagePreset = Literal["trl", "verl", "fastrl", "rloo", "dr_grpo"]
 PruneMethod = Literal["none", "mdap", "mdap_seed"]
 LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
-
-
-def _require(ok: bool, field_name: str, rule: str, value: object) -> None:
-    """Raise ValueError naming the field, the rule and the value where a rule does not hold."""
-    if not ok:
-        raise ValueError(f"{field_name} must be {rule}, got {value!r}")
-
-
-def _positive(section: str, **values: float) -> None:
-    for name, value in values.items():
-        _require(math.isfinite(value), f"{section}.{name}", "finite", value)
-        _require(value > 0, f"{section}.{name}", "greater than 0", value)
-
-
-def _not_negative(section: str, **values: float) -> None:
-    for name, value in values.items():
-        _require(math.isfinite(value), f"{section}.{name}", "finite", value)
-        _require(value >= 0, f"{section}.{name}", "0 or greater", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +55,7 @@ class DataConfig:
     """Visit the prompts in a new order each epoch (a function of the seed and the epoch)."""
 
     def __post_init__(self) -> None:
-        _positive("data", prompts_per_step=self.prompts_per_step, max_prompt_tokens=self.max_prompt_tokens)
+        positive("data", prompts_per_step=self.prompts_per_step, max_prompt_tokens=self.max_prompt_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +80,15 @@ class RolloutConfig:
     """Rows are decoded together while their prompt and completion tokens stay below this."""
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             "rollout",
             max_completion_tokens=self.max_completion_tokens,
             temperature=self.temperature,
             tokens_per_batch=self.tokens_per_batch,
         )
-        _require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
-        _require(0 <= self.min_p < 1, "rollout.min_p", "in [0, 1)", self.min_p)
-        _not_negative("rollout", top_k=self.top_k)
+        require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
+        require(0 <= self.min_p < 1, "rollout.min_p", "in [0, 1)", self.min_p)
+        not_negative("rollout", top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +113,10 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         named = bool(self.functions) and all(isinstance(name, str) for name in self.functions)
-        _require(named, "reward.functions", "a non-empty mapping of names to weights", self.functions)
+        require(named, "reward.functions", "a non-empty mapping of names to weights", self.functions)
         for name, weight in self.functions.items():
-            _require(math.isfinite(weight), f"reward.functions.{name}", "finite", weight)
-        _positive("reward", workers=self.workers, timeout=self.timeout)
+            require(math.isfinite(weight), f"reward.functions.{name}", "finite", weight)
+        positive("reward", workers=self.workers, timeout=self.timeout)
 
     @property
     def terms(self) -> list[RewardTerm]:
@@ -150,7 +134,7 @@ class BudgetConfig:
 
     def __post_init__(self) -> None:
         rule = "2 or greater (a group of one has no advantage)"
-        _require(self.group_size >= 2, "budget.group_size", rule, self.group_size)
+        require(self.group_size >= 2, "budget.group_size", rule, self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +159,7 @@ class PruneConfig:
     """`multiplicity`: a kept rollout also carries the weight of the pruned ones nearest to it."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.tau <= 1, "prune.tau", "in [0, 1]", self.tau)
+        require(0 <= self.tau <= 1, "prune.tau", "in [0, 1]", self.tau)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +182,11 @@ class LossConfig:
     """Estimator of the KL: k1 = log ratio, k2 = half its square, k3 = low-variance (exp(-r) - 1 + r)."""
 
     def __post_init__(self) -> None:
-        _not_negative("loss", kl_coef=self.kl_coef)
+        not_negative("loss", kl_coef=self.kl_coef)
         for name in ("clip_low", "clip_high"):
             value = getattr(self, name)
-            _require(value is None or value >= 0, f"loss.{name}", "0 or greater", value)
-        _require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "greater than 1", self.dual_clip)
+            require(value is None or value >= 0, f"loss.{name}", "0 or greater", value)
+        require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "greater than 1", self.dual_clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +204,7 @@ class UpdatesConfig:
     sampler's."""
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             "updates",
             minibatches=self.minibatches,
             epochs=self.epochs,
@@ -241,14 +225,14 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or down to 0 at the last step."""
+    """Learning rate after the warm-up: constant, or falling to reach 0 after the last step."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer", lr=self.lr, max_grad_norm=self.max_grad_norm)
-        _not_negative("optimizer", weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
-        _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", "two numbers in [0, 1)", self.betas)
+        positive("optimizer", lr=self.lr, max_grad_norm=self.max_grad_norm)
+        not_negative("optimizer", weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
+        require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", "two numbers in [0, 1)", self.betas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +250,13 @@ class EvalConfig:
     samples: int = 1
     """Completions per prompt, k."""
     temperature: float = 1.0
-    """Sampling temperature."""
+    """Sampling temperature; 0 = greedy."""
     reward: str | None = None
     """Reward function that decides right (1) or wrong; by default the first of reward.functions."""
 
     def __post_init__(self) -> None:
-        _positive("eval", prompts=self.prompts, samples=self.samples, temperature=self.temperature)
-        _not_negative("eval", every=self.every)
+        positive("eval", prompts=self.prompts, samples=self.samples)
+        not_negative("eval", every=self.every, temperature=self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,8 +269,8 @@ class CheckpointConfig:
     """Newest checkpoints kept; an older one is removed only after a newer one is complete."""
 
     def __post_init__(self) -> None:
-        _not_negative("checkpoint", every=self.every)
-        _positive("checkpoint", keep=self.keep)
+        not_negative("checkpoint", every=self.every)
+        positive("checkpoint", keep=self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +284,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         for tracker in self.trackers:
-            _require(tracker in get_args(Tracker), "log.trackers", f"made of {', '.join(get_args(Tracker))}", tracker)
+            require(tracker in get_args(Tracker), "log.trackers", f"made of {', '.join(get_args(Tracker))}", tracker)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,20 +316,20 @@ class Config:
     """Delete the run in run_dir, not other files there, and start anew."""
 
     def __post_init__(self) -> None:
-        _require(self.max_steps is None or self.max_steps > 0, "max_steps", "greater than 0", self.max_steps)
-        _require(self.epochs > 0, "epochs", "greater than 0", self.epochs)
-        _require(self.seed >= 0, "seed", "0 or greater", self.seed)
-        _require(
+        require(self.max_steps is None or self.max_steps > 0, "max_steps", "greater than 0", self.max_steps)
+        require(self.epochs > 0, "epochs", "greater than 0", self.epochs)
+        require(self.seed >= 0, "seed", "0 or greater", self.seed)
+        require(
             self.eval.reward is None or self.eval.reward in self.reward.functions,
             "eval.reward",
             f"one of reward.functions ({', '.join(self.reward.functions)})",
             self.eval.reward,
         )
         updates = self.updates.minibatches * self.updates.epochs
-        _require(
+        require(
             self.updates.minibatches <= self.data.prompts_per_step,
             "updates.minibatches",
             f"at most data.prompts_per_step ({self.data.prompts_per_step})",
             self.updates.minibatches,
         )
-        _require(updates < 10_000, "updates.minibatches x updates.epochs", "below 10000", updates)
+        require(updates < 10_000, "updates.minibatches x updates.epochs", "below 10000", updates)

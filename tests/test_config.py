@@ -347,7 +347,7 @@ def test_missing_and_stray_arguments(file):
     [
         ("lambda: 0", 0, ""),
         ("lambda: 3", 3, ""),
-        ("lambda: int('x')", 2, "error: invalid literal for int() with base 10: 'x'\n"),
+        ("lambda: cli.recipe_path('a/b')", 2, "error: --config: no such file 'a/b'\n"),
         ("lambda: (_ for _ in ()).throw(KeyboardInterrupt)", 130, ""),
     ],
 )
@@ -358,10 +358,15 @@ def test_exit_codes(body, code, stderr, capsys):
     assert capsys.readouterr().err == stderr
 
 
+def test_a_value_error_of_another_library_keeps_its_traceback():
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.run(lambda: int("x"))
+
+
 def test_only_rank_0_speaks(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as end:
-        cli.run(lambda: int("x"))
+        cli.run(lambda: cli.recipe_path("a/b"))
     assert end.value.code == 2 and capsys.readouterr().err == ""
 
 

@@ -121,6 +121,16 @@ def test_rows_that_finish_early_do_not_disturb_the_others() -> None:
     assert_logprobs(groups, model)
 
 
+def test_temperature_0_takes_the_likeliest_token_each_time() -> None:
+    """Field report V14."""
+    model = make_model()
+    for group in sampler(model, temperature=0.7, top_p=0.5).sample(make_prompts(5), [2], seed=0, step=0, temperature=0):
+        for rollout in group.rollouts:
+            logits = full_logits(model, group.prompt, rollout)
+            assert rollout.completion_ids == logits.argmax(dim=-1).tolist()
+            assert rollout.rollout_logprobs == [0.0] * len(rollout.completion_ids)
+
+
 def test_evaluation_may_use_its_own_temperature() -> None:
     model = make_model()
     made = sampler(model, temperature=1.0)

@@ -26,7 +26,8 @@ class Sampler(Protocol):
         first_index: int = 0,
         temperature: float | None = None,
     ) -> list[Group]:
-        """One group per prompt, of the size asked for; `temperature` None means the config's.
+        """One group per prompt, of the size asked for; `temperature` None means the config's, 0
+        the likeliest token each time.
 
         A completion is a function of the weights, `seed`, `step`, the prompt and its index in the group, which counts
         from `first_index`: asking for more of a group later goes on where the first call ended.

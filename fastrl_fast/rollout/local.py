@@ -89,12 +89,7 @@ class LocalSampler:
         """
         rows = self._rows(prompts, group_sizes, first_index)
         keys = _prompt_keys(prompts)
-        truncation = Truncation(
-            temperature=self.config.temperature if temperature is None else temperature,
-            top_k=self.config.top_k,
-            top_p=self.config.top_p,
-            min_p=self.config.min_p,
-        )
+        truncation = self._truncation(self.config.temperature if temperature is None else temperature)
         rollouts: dict[tuple[int, int], Rollout] = {}
         for batch in _batches([row for row in rows if row.limit > 0], self.config.tokens_per_batch):
             decoded = self._decode(batch, prompts, keys, truncation, seed=seed, step=step)
@@ -104,6 +99,12 @@ class LocalSampler:
             empty = Rollout(completion_ids=[], rollout_logprobs=[], finish_reason="length")
             groups[row.prompt].rollouts.append(rollouts.get((row.prompt, row.index), empty))
         return groups
+
+    def _truncation(self, temperature: float) -> Truncation:
+        if temperature == 0:
+            return Truncation(top_k=1)
+        config = self.config
+        return Truncation(temperature=temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
 
     def _rows(self, prompts: list[Prompt], group_sizes: list[int], first_index: int) -> list[_Row]:
         rows = []
