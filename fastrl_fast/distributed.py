@@ -100,6 +100,15 @@ def gather_lists(items: list[T]) -> list[T]:
     return [item for part in parts for item in part]
 
 
+def gather_to_first(items: list[T]) -> list[T]:
+    """The items of all ranks, in rank order, on rank 0; nothing on the others."""
+    if world_size() == 1:
+        return items
+    parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(items, parts)
+    return [item for part in parts or () for item in part]
+
+
 def all_sum(values: Tensor) -> Tensor:
     """The sum over all ranks, on every rank."""
     if world_size() > 1:

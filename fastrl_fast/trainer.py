@@ -251,7 +251,7 @@ class Trainer:
     def _report(self, groups: list[Group], sums: dict[str, Tensor]) -> dict[str, float]:
         terms = self.config.reward.terms
         if self.config.log.rollouts:
-            records = distributed.gather_lists(step_report.rollout_records(groups, self.steps_done))
+            records = distributed.gather_to_first(step_report.rollout_records(groups, self.steps_done))
             if self.parts.log:
                 self.parts.log.rollouts(records)
         local = step_report.rollout_sums(groups, terms)
