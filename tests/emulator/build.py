@@ -1,0 +1,63 @@
+"""Compile CUDA sources, unmodified, with g++ against the emulator's headers: plain, under ASan + UBSan, or under TSan."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+KERNELS = sorted((CSRC / "kernels/cuda").glob("*.cu"))
+
+SANITIZERS = {
+    "plain": [],
+    # a local that is read before it is written becomes NaN or a huge number
+    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-ftrivial-auto-var-init=pattern"],
+    "tsan": ["-fsanitize=thread"],
+}
+FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-tsan",
+         "-fno-omit-frame-pointer", "-ffp-contract=off"]  # fmt: skip
+INCLUDES = [f"-I{HERE / 'include'}", f"-I{HERE}", f"-I{CSRC}"]  # ours first: they stand in for the toolkit's headers
+
+
+def build(
+    mode: str,
+    folder: Path,
+    *,
+    kernels: Sequence[Path] = KERNELS,
+    interface: Path = HERE / "operators.cpp",
+    defines: Sequence[str] = (),
+) -> Path:
+    """Return the library `folder`/MODE.so of the CUDA sources and the C interface that calls them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [(HERE / "scheduler.cpp", []), (interface, SANITIZERS[mode])]
+    jobs += [(kernel, [*SANITIZERS[mode], "-x", "c++"]) for kernel in kernels]
+    objects = [folder / f"{source.name}.{mode}.o" for source, _ in jobs]
+    commands = [
+        ["g++", *FLAGS, *INCLUDES, *[f"-D{define}" for define in defines], *extra, "-c", str(source), "-o", str(out)]
+        for (source, extra), out in zip(jobs, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_run, commands))
+    library = folder / f"{mode}.so"
+    _run(["g++", "-shared", *SANITIZERS[mode], *map(str, objects), "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def sanitizer_environment(mode: str) -> dict[str, str]:
+    """Return the environment in which a Python that was built without a sanitizer can load a library of `mode`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONMALLOC": "malloc"}
+    if mode != "plain":
+        name = f"lib{mode}.so"
+        environment["LD_PRELOAD"] = subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
+    environment["ASAN_OPTIONS"] = "detect_leaks=0"
+    environment["UBSAN_OPTIONS"] = "print_stacktrace=1"
+    environment["TSAN_OPTIONS"] = "halt_on_error=1 report_bugs=1 ignore_noninstrumented_modules=1"
+    return environment

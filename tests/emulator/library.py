@@ -1,0 +1,87 @@
+"""Call the emulated CUDA operators with numpy arrays."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.generic]
+
+
+class EmulatedError(RuntimeError):
+    """A kernel did what is undefined or would hang; what exactly went to stderr."""
+
+
+class Library:
+    """The operators of a library made by `build`; arrays come back as the kernels left them."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.select_diverse_workspace.restype = ctypes.c_int64
+
+    def configure(self, *, seed: int, resident: int = 1) -> None:
+        """Run threads and blocks in order (seed 0) or in an order drawn from the seed; `resident` blocks interleave."""
+        self._library.emulator_configure(ctypes.c_uint64(seed), resident)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a C function: arrays as pointers, int as int64, bool and float by value, None as a null pointer."""
+        error = getattr(self._library, name)(*[_as_c(argument) for argument in arguments])
+        if error:
+            raise EmulatedError(f"{name} returned CUDA error {error}")
+
+    def group_advantage(
+        self, rewards: Array, cu: Array, *, divide_by_std: bool, leave_one_out: bool, ddof: int, eps: float
+    ) -> tuple[Array, Array]:
+        advantages, dead = np.full(len(rewards), np.nan, np.float32), np.zeros(len(cu) - 1, np.bool_)
+        self.call(
+            "group_advantage_cuda", rewards, cu, len(cu) - 1, divide_by_std, leave_one_out, ctypes.c_int(ddof),
+            ctypes.c_double(eps), advantages, dead,
+        )  # fmt: skip
+        return advantages, dead
+
+    def logit_fold(self, slab: Array, cols: int, start: int, targets: Array, scale: float, sums: Array) -> None:
+        """Fold columns [0, cols) of slab [rows, stride] into sums [4, rows]: max, sum e^d, sum d e^d, target's z."""
+        self.call("logit_fold_cuda", slab, len(slab), cols, slab.shape[1], start, targets, scale, *sums)
+
+    def logit_grad(
+        self, slab: Array, cols: int, start: int, targets: Array, scale: float, per_row: Sequence[Array], *, bf16: bool
+    ) -> Array:
+        """Return dx [rows, cols] float32; per_row holds row_max, log_sum, entropy and the two upstream gradients."""
+        rows = len(slab)
+        rounded = np.full((rows, cols), 0x7FFF, np.uint16) if bf16 else None
+        self.call(
+            "logit_grad_cuda", slab, rows, cols, slab.shape[1], start, targets, scale, *per_row, rounded
+        )
+        if rounded is None:
+            return slab[:, :cols]
+        return (rounded.astype(np.uint32) << 16).view(np.float32)
+
+    def select_diverse(
+        self, tokens: Array, cu_seqlens: Array, cu_groups: Array, classes: Array, *, tau: int, ngram: int, seed_only: bool
+    ) -> tuple[Array, Array]:
+        """tau in millionths."""
+        size = self._library.select_diverse_workspace(ctypes.c_int64(len(tokens)), ctypes.c_int64(len(classes)))
+        workspace = np.full(size, 0x5A5A5A5A, np.int32)  # what an allocator would leave
+        kept, representative = np.zeros(len(classes), np.bool_), np.full(len(classes), -7, np.int64)
+        self.call(
+            "select_diverse_cuda", tokens, len(tokens), cu_seqlens, cu_groups, len(cu_groups) - 1, classes, tau,
+            ctypes.c_int(ngram), seed_only, workspace, kept, representative,
+        )  # fmt: skip
+        return kept, representative
+
+
+def _as_c(argument: object) -> object:
+    if isinstance(argument, np.ndarray):
+        assert argument.flags.c_contiguous, "a kernel takes rows back to back"
+        return ctypes.c_void_p(argument.ctypes.data)
+    if argument is None:
+        return ctypes.c_void_p(0)
+    if isinstance(argument, bool):
+        return ctypes.c_bool(argument)
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    return argument

@@ -1,0 +1,47 @@
+// The CUDA operators behind a C interface for ctypes: the parameters of the functions in csrc/bindings.cpp, less the
+// stream.
+#include "kernels/group_advantage.h"
+#include "kernels/packed_logprobs.h"
+#include "kernels/selection.h"
+#include "scheduler.h"
+
+using namespace fastrl;
+
+extern "C" {
+
+void emulator_configure(uint64_t seed, int resident) {
+  emulator::settings().seed = seed;
+  emulator::settings().resident = resident;
+}
+
+int group_advantage_cuda(const double* rewards, const int64_t* cu, int64_t groups, bool divide_by_std,
+                         bool leave_one_out, int ddof, double eps, float* out, bool* dead) {
+  return cuda::group_advantage({rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, out, dead}, nullptr);
+}
+
+int logit_fold_cuda(const float* logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin,
+                    const int64_t* targets, float scale, float* row_max, float* sum_exp, float* sum_dexp,
+                    float* target_logit) {
+  const LogitSlab slab{rows, cols, stride, vocab_begin, targets, scale};
+  return cuda::logit_fold({slab, logits, row_max, sum_exp, sum_dexp, target_logit}, nullptr);
+}
+
+int logit_grad_cuda(float* logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin,
+                    const int64_t* targets, float scale, const float* row_max, const float* log_sum,
+                    const float* entropy, const float* grad_logprobs, const float* grad_entropy, void* grad_bf16) {
+  const LogitSlab slab{rows, cols, stride, vocab_begin, targets, scale};
+  return cuda::logit_grad({slab, logits, row_max, log_sum, entropy, grad_logprobs, grad_entropy}, grad_bf16, nullptr);
+}
+
+int64_t select_diverse_workspace(int64_t tokens, int64_t rollouts) {
+  return cuda::select_diverse_workspace(tokens, rollouts);
+}
+
+int select_diverse_cuda(const int64_t* token_ids, int64_t tokens, const int64_t* cu_seqlens,
+                        const int64_t* cu_group_sizes, int64_t groups, const int64_t* classes, int64_t tau_millionths,
+                        int ngram, bool seed_only, int* workspace, bool* kept, int64_t* representative) {
+  const SelectDiverseArgs args{token_ids,      cu_seqlens, cu_group_sizes, classes, groups,
+                               tau_millionths, ngram,      seed_only,      kept,    representative};
+  return cuda::select_diverse(args, tokens, workspace, nullptr);
+}
+}
