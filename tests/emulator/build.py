@@ -8,6 +8,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
+EMULATOR = [HERE / "fiber.cpp", HERE / "scheduler.cpp"]
+OPERATORS = HERE / "operators.cpp"
 KERNELS = sorted((CSRC / "kernels/cuda").glob("*.cu"))
 
 SANITIZERS = {
@@ -16,27 +18,19 @@ SANITIZERS = {
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-ftrivial-auto-var-init=pattern"],
     "tsan": ["-fsanitize=thread"],
 }
-FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-tsan",
+FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
          "-fno-omit-frame-pointer", "-ffp-contract=off"]  # fmt: skip
 INCLUDES = [f"-I{HERE / 'include'}", f"-I{HERE}", f"-I{CSRC}"]  # ours first: they stand in for the toolkit's headers
 
 
-def build(
-    mode: str,
-    folder: Path,
-    *,
-    kernels: Sequence[Path] = KERNELS,
-    interface: Path = HERE / "operators.cpp",
-    defines: Sequence[str] = (),
-) -> Path:
-    """Return the library `folder`/MODE.so of the CUDA sources and the C interface that calls them."""
+def build(mode: str, folder: Path, sources: Sequence[Path] = (OPERATORS, *KERNELS)) -> Path:
+    """Return the library `folder`/MODE.so of CUDA sources and whatever calls them through a C interface."""
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [(HERE / "scheduler.cpp", []), (interface, SANITIZERS[mode])]
-    jobs += [(kernel, [*SANITIZERS[mode], "-x", "c++"]) for kernel in kernels]
+    jobs = [(source, []) for source in EMULATOR] + [(source, SANITIZERS[mode]) for source in sources]
     objects = [folder / f"{source.name}.{mode}.o" for source, _ in jobs]
     commands = [
-        ["g++", *FLAGS, *INCLUDES, *[f"-D{define}" for define in defines], *extra, "-c", str(source), "-o", str(out)]
-        for (source, extra), out in zip(jobs, objects, strict=True)
+        ["g++", *FLAGS, *INCLUDES, *sanitizer, "-x", "c++", "-c", str(source), "-o", str(out)]
+        for (source, sanitizer), out in zip(jobs, objects, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))

@@ -3,16 +3,10 @@
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
 #include "kernels/selection.h"
-#include "scheduler.h"
 
 using namespace fastrl;
 
 extern "C" {
-
-void emulator_configure(uint64_t seed, int resident) {
-  emulator::settings().seed = seed;
-  emulator::settings().resident = resident;
-}
 
 int group_advantage_cuda(const double* rewards, const int64_t* cu, int64_t groups, bool divide_by_std,
                          bool leave_one_out, int ddof, double eps, float* out, bool* dead) {

@@ -1,9 +1,8 @@
 // Run CUDA kernels on the CPU: every CUDA thread is a fiber, and one operating-system thread runs them all. A fiber goes
-// on until it meets a barrier, a warp operation or its end; which fiber then runs is drawn from the seed.
+// on until it meets a barrier, a warp operation, an atomic or its end; which fiber then runs is drawn from the seed.
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 
 struct uint3 {
@@ -18,15 +17,11 @@ extern dim3 blockDim, gridDim;
 
 namespace emulator {
 
-struct Error : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 struct Settings {
-  uint64_t seed = 0;  // 0: blocks and threads in order; else the order is drawn from it
-  int resident = 1;   // blocks that run interleaved
+  uint64_t seed = 0;    // 0: blocks and threads in order; else the order is drawn from it
+  size_t resident = 1;  // blocks that run interleaved
 };
-Settings& settings();
+void configure(const Settings& settings);
 
 struct Where {
   const char* file;
@@ -46,7 +41,7 @@ void* static_shared(Where where, size_t bytes, size_t alignment);
 // Maybe let another fiber run: atomics are where threads of different warps overtake each other.
 void may_yield();
 
-// Run a grid to its end. Throws Error for what is undefined or would hang on a device.
-void run(dim3 grid, dim3 block, void (*kernel)(void*), void* arguments);
+// Run a grid to its end. Returns what it did that is undefined or would hang on a device, or nothing.
+std::string run(dim3 grid, dim3 block, void (*kernel)(void*), void* arguments);
 
 }  // namespace emulator

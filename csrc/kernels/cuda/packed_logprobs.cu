@@ -22,7 +22,7 @@ struct Sums {
   float max, sum_exp, sum_dexp;
 };
 
-__device__ void rebase(Sums& a, float max) {
+__device__ __forceinline__ void rebase(Sums& a, float max) {
   if (a.max != max && a.max != -INFINITY) {  // max >= a.max; -inf - -inf would be NaN
     const float shift = a.max - max, c = expf(shift);
     a.sum_dexp = c * fmaf(fmaxf(shift, kUnderflow), a.sum_exp, a.sum_dexp);
@@ -31,7 +31,7 @@ __device__ void rebase(Sums& a, float max) {
   a.max = max;
 }
 
-__device__ Sums merged(Sums a, Sums b) {
+__device__ __forceinline__ Sums merged(Sums a, Sums b) {
   const float max = fmaxf(a.max, b.max);
   rebase(a, max);
   rebase(b, max);

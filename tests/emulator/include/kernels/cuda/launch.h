@@ -17,13 +17,10 @@ int launch(void (*kernel)(P...), dim3 grid, dim3 block, void*, A&&... arguments)
     std::tuple<P...> arguments;
   } call{kernel, {static_cast<P>(std::forward<A>(arguments))...}};
   const auto invoke = [](void* c) { std::apply(static_cast<Call*>(c)->kernel, static_cast<Call*>(c)->arguments); };
-  try {
-    emulator::run(grid, block, invoke, &call);
-  } catch (const emulator::Error& error) {
-    std::fprintf(stderr, "emulator: %s\n", error.what());
-    return cudaErrorLaunchFailure;
-  }
-  return cudaSuccess;
+  const std::string error = emulator::run(grid, block, invoke, &call);
+  if (error.empty()) return cudaSuccess;
+  std::fprintf(stderr, "emulator: %s\n", error.c_str());
+  return cudaErrorLaunchFailure;
 }
 
 }  // namespace fastrl::cuda
