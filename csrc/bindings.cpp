@@ -12,13 +12,17 @@
 #include "kernels/packed_logprobs.h"
 #include "kernels/selection.h"
 
+#ifdef FASTRL_WITH_CUDA
+#include <nvtx3/nvtx3.hpp>
+#endif
+
 namespace py = pybind11;
 using namespace fastrl;
 
 namespace {
 
 // Raise it with every change of a signature below; fastrl_fast/ops/_lib.py holds the same number.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 template <class T>
 T* at(uintptr_t address) {
@@ -57,6 +61,17 @@ LogitSlab logit_slab(int64_t rows, int64_t cols, int64_t stride, int64_t vocab_b
   check(rows >= 0 && cols >= 0 && stride >= cols, "a slab needs rows >= 0 and 0 <= cols <= stride");
   return {rows, cols, stride, vocab_begin, at<int64_t>(targets), scale};
 }
+
+#ifdef FASTRL_WITH_CUDA
+void check_cuda(const char* op, int error) {
+  if (error != 0) throw std::runtime_error(std::string(op) + ": CUDA error " + std::to_string(error));
+}
+
+struct NvtxDomain {
+  static constexpr const char* name{"fastrl_fast"};
+};
+using NvtxRange = nvtx3::scoped_range_in<NvtxDomain>;
+#endif
 
 }  // namespace
 
@@ -125,9 +140,55 @@ PYBIND11_MODULE(_fastrl_fast, m) {
   m.def("group_advantage_cuda", [](uintptr_t rewards, uintptr_t cu, int64_t groups, bool divide_by_std,
                                    bool leave_one_out, int ddof, double eps, uintptr_t out, uintptr_t dead,
                                    uintptr_t stream) {
+    const NvtxRange range{"group_advantage"};
     const auto args = group_advantage_args(rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, out, dead);
-    const int error = cuda::group_advantage(args, at<void>(stream));
-    if (error != 0) throw std::runtime_error("group_advantage: CUDA error " + std::to_string(error));
+    check_cuda("group_advantage", cuda::group_advantage(args, at<void>(stream)));
+  });
+
+  m.def("logit_fold_cuda", [](uintptr_t logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin,
+                              uintptr_t targets, float scale, uintptr_t row_max, uintptr_t sum_exp, uintptr_t sum_dexp,
+                              uintptr_t target_logit, uintptr_t stream) {
+    const NvtxRange range{"logit_fold"};
+    const LogitFoldArgs args{logit_slab(rows, cols, stride, vocab_begin, targets, scale),
+                             at<float>(logits),
+                             at<float>(row_max),
+                             at<float>(sum_exp),
+                             at<float>(sum_dexp),
+                             at<float>(target_logit)};
+    check_cuda("logit_fold", cuda::logit_fold(args, at<void>(stream)));
+  });
+
+  m.def("logit_grad_cuda", [](uintptr_t logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin,
+                              uintptr_t targets, float scale, uintptr_t row_max, uintptr_t log_sum, uintptr_t entropy,
+                              uintptr_t grad_logprobs, uintptr_t grad_entropy, uintptr_t grad_bf16, uintptr_t stream) {
+    const NvtxRange range{"logit_grad"};
+    const LogitGradArgs args{logit_slab(rows, cols, stride, vocab_begin, targets, scale),
+                             at<float>(logits),
+                             at<float>(row_max),
+                             at<float>(log_sum),
+                             at<float>(entropy),
+                             at<float>(grad_logprobs),
+                             at<float>(grad_entropy)};
+    check_cuda("logit_grad", cuda::logit_grad(args, at<void>(grad_bf16), at<void>(stream)));
+  });
+
+  m.def("select_diverse_workspace", &cuda::select_diverse_workspace);
+  m.def("select_diverse_cuda", [](uintptr_t token_ids, int64_t tokens, uintptr_t cu_seqlens, uintptr_t cu_group_sizes,
+                                  int64_t groups, uintptr_t classes, int64_t tau_millionths, int ngram, bool seed_only,
+                                  uintptr_t workspace, uintptr_t kept, uintptr_t representative, uintptr_t stream) {
+    const NvtxRange range{"select_diverse"};
+    check(tokens < (int64_t{1} << 30), "token_ids must be fewer than 2^30, not " + std::to_string(tokens));
+    const SelectDiverseArgs args{at<int64_t>(token_ids),
+                                 at<int64_t>(cu_seqlens),
+                                 at<int64_t>(cu_group_sizes),
+                                 at<int64_t>(classes),
+                                 groups,
+                                 tau_millionths,
+                                 ngram,
+                                 seed_only,
+                                 at<bool>(kept),
+                                 at<int64_t>(representative)};
+    check_cuda("select_diverse", cuda::select_diverse(args, tokens, at<int>(workspace), at<void>(stream)));
   });
 #else
   m.attr("CUDA") = false;

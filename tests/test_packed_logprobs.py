@@ -108,7 +108,7 @@ def test_slabs_and_blocks_change_nothing_but_rounding(settings, small_slabs):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_plain_torch_slabs_that_cuda_uses(settings, small_slabs, monkeypatch):
+def test_the_plain_torch_slabs_that_float64_uses(settings, small_slabs, monkeypatch):
     monkeypatch.setattr(logit_slabs, "_has_kernel", lambda logits: False)
     for spread in (1.0, 50.0):
         test_values_against_float64_truth((37, 24, 1003, 50), settings, spread)

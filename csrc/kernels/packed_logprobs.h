@@ -43,7 +43,8 @@ void logit_grad(const LogitGradArgs& args, int num_threads);
 namespace cuda {
 // Asynchronous on `stream` (a cudaStream_t); pointers are device pointers. Each returns a cudaError_t.
 int logit_fold(const LogitFoldArgs& args, void* stream);
-// `grad_bf16` [rows, cols], contiguous: where dx goes as bfloat16, the logits staying as they are; null overwrites them.
+// `grad_bf16` [rows, cols], contiguous: where dx goes as bfloat16, the logits staying as they are; null overwrites
+// them.
 int logit_grad(const LogitGradArgs& args, void* grad_bf16, void* stream);
 }  // namespace cuda
 

@@ -41,8 +41,9 @@ def packed_logprobs(
     The vocabulary is walked in slabs of float32 logits (4 MB on the CPU, 256 MB on a GPU); low-precision weights are
     up-cast slab by slab. Memory beyond inputs and outputs does not grow with V. The backward makes the logits again,
     skips targets whose upstream gradients are all zero, sums in float32 and returns gradients of `hidden`, `weight` and
-    `bias` in their dtypes, written once. On the CPU the work around the GEMMs is one pass of compiled code; on CUDA the
-    same algorithm runs in plain torch operations for now (float32 GEMMs; the backward synchronises once).
+    `bias` in their dtypes, written once. The work around the GEMMs is one pass of compiled code. On CUDA bfloat16
+    `hidden` and `weight` are multiplied as they are and summed in float32, and the logits' gradient is rounded to
+    bfloat16 before it is multiplied; the backward synchronises once, to count the targets that have a gradient.
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64.
@@ -108,6 +109,12 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
+def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What is multiplied: bfloat16 on a GPU, whose tensor cores sum its products in float32; else as computed."""
+    on_tensor_cores = hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16
+    return torch.bfloat16 if on_tensor_cores else _compute_dtype(hidden, weight)
+
+
 def _rows(hidden: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (hidden if row_index is None else hidden.index_select(0, row_index)).to(dtype).contiguous()
 
@@ -132,7 +139,7 @@ def _forward(
         low, high = int(targets.min()), int(targets.max())
         vocabulary = weight.shape[0]
         check(low >= 0 and high < vocabulary, f"targets must lie in [0, {vocabulary}), not in [{low}, {high}]")
-    sums = logit_slabs.forward(_rows(hidden, row_index, dtype), targets, head)
+    sums = logit_slabs.forward(_rows(hidden, row_index, _operand_dtype(hidden, weight)), targets, head)
     row_max, sum_exp, sum_dexp, target_logit = sums.unbind()
     log_sum = sum_exp.log()
     # (z_y - max) first: both are exact to their own rounding, and their difference is small
@@ -173,8 +180,9 @@ def _backward(
     if asked.shape[0] < targets.shape[0]:
         row_index = asked if row_index is None else row_index[asked]
         targets, grads = targets[asked], grads[asked]
+    rows = _rows(hidden, row_index, _operand_dtype(hidden, weight))
     grad_rows, grad_weight, grad_bias = logit_slabs.backward(
-        _rows(hidden, row_index, dtype), targets.contiguous(), head, grads, (needs[0], needs[1], needs[2])
+        rows, targets.contiguous(), head, grads, (needs[0], needs[1], needs[2])
     )
     nothing = hidden.new_empty(0)
     return (

@@ -1,4 +1,4 @@
-"""Compile CUDA sources, unmodified, with g++ against the emulator's headers: plain, under ASan + UBSan, or under TSan."""
+"""Compile CUDA sources, unmodified, with g++ against the emulator's headers: plain, with ASan and UBSan, or TSan."""
 
 import os
 import subprocess

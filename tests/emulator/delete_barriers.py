@@ -1,4 +1,4 @@
-"""Delete each barrier of each CUDA kernel in turn and show that a check fails: `python delete_barriers.py [KERNEL ...]`.
+"""Delete each barrier of each CUDA kernel in turn and show that a check fails: `python delete_barriers.py [KERNEL]`.
 
 A voting barrier is replaced by the thread's own vote. Exit status 1 if a kernel passes every check without one of its
 barriers: either the barrier is not needed, or the checks are too weak.

@@ -52,7 +52,8 @@ __global__ void sum_kernel(int fault, const float* in, float* out) {
     const int stride = std::numeric_limits<int>::max() / 16 + static_cast<int>(gridDim.x);
     value += static_cast<float>(thread * stride == 7);
   }
-  if (fault == kMisaligned) value += 0 * static_cast<float>(*reinterpret_cast<const int64_t*>(in + (thread | 1) - 2 * (thread / 62)));
+  if (fault == kMisaligned)
+    value += 0 * static_cast<float>(*reinterpret_cast<const int64_t*>(in + (thread | 1) - 2 * (thread / 62)));
   if (fault == kLocalPastEnd) {
     float copies[4] = {value, value, value, value};
     value = copies[3 + (blockIdx.x < gridDim.x)];

@@ -1,5 +1,5 @@
-// Never compiled with -fsanitize: the same object serves plain, ASan and TSan libraries and finds the sanitizers' hooks as
-// weak symbols.
+// Never compiled with -fsanitize: the same object serves plain, ASan and TSan libraries and finds the sanitizers' hooks
+// as weak symbols.
 #include "fiber.h"
 
 #include <pthread.h>
@@ -47,8 +47,7 @@ void* tsan_janitor;       // a fiber that only frees memory
 void grow_idle(size_t wanted) {
   while (idle.size() < wanted) {  // 64 stacks at once, each with a guard page below it
     constexpr size_t each = kStack + kGuard;
-    void* pages =
-        mmap(nullptr, 64 * each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* pages = mmap(nullptr, 64 * each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED) {
       std::perror("emulator: no memory for stacks");
       std::abort();

@@ -48,8 +48,8 @@ void forbid(void* from, size_t bytes);
 void allow(void* from, size_t bytes);
 }  // namespace asan
 
-// ThreadSanitizer's happens-before edges: who acquires a token comes after all who have released it. Nothing else orders
-// the memory of two fibers: they run on one operating-system thread, but a switch counts for nothing.
+// ThreadSanitizer's happens-before edges: who acquires a token comes after all who have released it. Nothing else
+// orders the memory of two fibers: they run on one operating-system thread, but a switch counts for nothing.
 namespace tsan {
 void release(void* token);
 void acquire(void* token);

@@ -51,15 +51,21 @@ class Library:
         """Return dx [rows, cols] float32; per_row holds row_max, log_sum, entropy and the two upstream gradients."""
         rows = len(slab)
         rounded = np.full((rows, cols), 0x7FFF, np.uint16) if bf16 else None
-        self.call(
-            "logit_grad_cuda", slab, rows, cols, slab.shape[1], start, targets, scale, *per_row, rounded
-        )
+        self.call("logit_grad_cuda", slab, rows, cols, slab.shape[1], start, targets, scale, *per_row, rounded)
         if rounded is None:
             return slab[:, :cols]
         return (rounded.astype(np.uint32) << 16).view(np.float32)
 
     def select_diverse(
-        self, tokens: Array, cu_seqlens: Array, cu_groups: Array, classes: Array, *, tau: int, ngram: int, seed_only: bool
+        self,
+        tokens: Array,
+        cu_seqlens: Array,
+        cu_groups: Array,
+        classes: Array,
+        *,
+        tau: int,
+        ngram: int,
+        seed_only: bool,
     ) -> tuple[Array, Array]:
         """tau in millionths."""
         size = self._library.select_diverse_workspace(ctypes.c_int64(len(tokens)), ctypes.c_int64(len(classes)))

@@ -1,5 +1,6 @@
-// Run CUDA kernels on the CPU: every CUDA thread is a fiber, and one operating-system thread runs them all. A fiber goes
-// on until it meets a barrier, a warp operation, an atomic or its end; which fiber then runs is drawn from the seed.
+// Run CUDA kernels on the CPU: every CUDA thread is a fiber, and one operating-system thread runs them all. A fiber
+// goes on until it meets a barrier, a warp operation, an atomic or its end; which fiber then runs is drawn from the
+// seed.
 #pragma once
 #include <cstddef>
 #include <cstdint>

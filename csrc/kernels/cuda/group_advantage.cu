@@ -1,6 +1,6 @@
 // One thread per group, which walks its members in the order of the CPU kernel: the same additions in the same order
-// (and no fused multiply-add, see CMakeLists.txt), so the same bits. Groups are small and many; a tree over the lanes of
-// a warp would save some of a launch's microseconds and cost the equality.
+// (and no fused multiply-add, see CMakeLists.txt), so the same bits. Groups are small and many; a tree over the lanes
+// of a warp would save some of a launch's microseconds and cost the equality.
 #include <cmath>
 
 #include "kernels/cuda/launch.h"

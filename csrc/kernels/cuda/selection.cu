@@ -1,7 +1,7 @@
-// One block per group. Each n-gram of the group is found or put into a hash table, whose slot becomes its number: a slot
-// holds the place of one occurrence, and occurrences are compared token by token, so different n-grams never share a
-// number. Which slot an n-gram gets depends on the order in which threads arrive; which n-grams are equal does not, and
-// only that is used. |S_i & S_j| is counted by stamping the slots of S_i with i and looking up each n-gram of S_j.
+// One block per group. Each n-gram of the group is found or put into a hash table, whose slot becomes its number: a
+// slot holds the place of one occurrence, and occurrences are compared token by token, so different n-grams never share
+// a number. Which slot an n-gram gets depends on the order in which threads arrive; which n-grams are equal does not,
+// and only that is used. |S_i & S_j| is counted by stamping the slots of S_i with i and looking up each n-gram of S_j.
 // Memory is linear in the tokens, whatever the sizes of the groups, so nothing has to be known on the host.
 #include "kernels/cuda/launch.h"
 #include "kernels/selection.h"

@@ -1,0 +1,285 @@
+"""CUDA sources on the CPU (tests/emulator/README.md): values, sanitizers, planted faults, and their callers."""
+
+import ctypes
+import importlib
+import itertools
+import math
+import platform
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from numerics import assert_at_most_twice
+
+from fastrl_fast.ops import PRESETS, group_advantage, logit_slabs, reference, select_diverse, selection
+
+EMULATOR = Path(__file__).parent / "emulator"
+sys.path.insert(0, str(EMULATOR))
+
+import checks  # noqa: E402
+from build import build, sanitizer_environment  # noqa: E402
+from faults import FAULTS  # noqa: E402
+from library import Library  # noqa: E402
+
+# The modules; `ops` holds the functions of the same names.
+packed_logprobs = importlib.import_module("fastrl_fast.ops.packed_logprobs")
+group_advantages = importlib.import_module("fastrl_fast.ops.group_advantage")
+STREAM = 77
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulator switches stacks on x86-64 only"),
+]
+
+SCHEDULES = pytest.mark.parametrize("schedule", checks.SCHEDULES, ids=lambda s: f"seed {s['seed']}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulator")
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    return Library(build("plain", folder))
+
+
+def run_python(mode, script, *arguments):
+    command = [sys.executable, str(EMULATOR / script), *map(str, arguments)]
+    return subprocess.run(command, env=sanitizer_environment(mode), capture_output=True, text=True)
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize("check", [*itertools.chain(*checks.CHECKS.values())], ids=lambda c: c.__name__)
+def test_against_float64_and_sets(library, check, schedule):
+    library.configure(**schedule)
+    check(library)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("preset", PRESETS)
+def test_group_advantage_has_the_bits_of_the_cpu(library, preset, schedule):
+    library.configure(**schedule)
+    p = PRESETS[preset]
+    for sizes in checks.GROUP_SIZES:
+        rewards, cu = checks.reward_case(sizes)
+        rewards = rewards + torch.rand(len(rewards), dtype=torch.float64).numpy() * (rewards != 0.1)
+        here, dead = group_advantage(torch.from_numpy(rewards), torch.from_numpy(cu), preset=preset)
+        there, dead_there = library.group_advantage(
+            rewards, cu, divide_by_std=p.divide_by_std, leave_one_out=p.leave_one_out, ddof=p.ddof, eps=p.eps
+        )
+        assert torch.equal(here, torch.from_numpy(there)) and torch.equal(dead, torch.from_numpy(dead_there))
+
+
+@SCHEDULES
+@pytest.mark.parametrize("rule", ["mdap", "mdap_seed"])
+def test_selection_is_that_of_the_cpu(library, rule, schedule):
+    library.configure(**schedule)
+    rollouts = checks.Rollouts(5, groups=[16, 8, 33], most_tokens=300, vocabulary=60)
+    arguments = rollouts.arguments()
+    for tau, ngram in ((0.8, 1), (0.35, 1), (0.2, 2), (0.05, 4)):
+        here = select_diverse(*map(torch.from_numpy, arguments), rule=rule, tau=tau, ngram=ngram)
+        there = library.select_diverse(*arguments, tau=round(tau * 10**6), ngram=ngram, seed_only=rule == "mdap_seed")
+        assert 0 < int(here[0].sum()) < len(rollouts.classes)
+        for x, y in zip(here, there, strict=True):
+            assert torch.equal(x, torch.from_numpy(y))
+
+
+def test_the_order_of_threads_changes_no_bit(library):
+    results = []
+    for schedule in checks.SCHEDULES:
+        library.configure(**schedule)
+        logits = checks.Logits(3, [300, 2049, 5], 3.0, forbidden=False)
+        results.append(torch.from_numpy(checks.folded(library, logits)))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+# --- the Python that calls the kernels -----------------------------------------------------------------------------
+
+
+class Kernels:
+    """The compiled module as fastrl_fast.ops knows it, with the emulated CUDA kernels."""
+
+    CUDA = True
+
+    def __init__(self, library):
+        self.library, self.called = library, set()
+
+    def _call(self, name, *arguments):
+        *arguments, stream = arguments
+        assert stream == STREAM, "the stream of the tensors' device"
+        self.called.add(name)
+        self.library.call(name, *arguments)
+
+    def logit_fold_cuda(self, *arguments):
+        self._call("logit_fold_cuda", *arguments)
+
+    def logit_grad_cuda(self, *arguments):
+        self._call("logit_grad_cuda", *arguments)
+
+    def select_diverse_cuda(self, *arguments):
+        ngram_at = 7
+        self._call("select_diverse_cuda", *arguments[:ngram_at], ctypes.c_int(arguments[ngram_at]), *arguments[8:])
+
+    def select_diverse_workspace(self, tokens, rollouts):
+        return 5 * tokens + rollouts
+
+    def group_advantage_cuda(self, rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, *rest):
+        arguments = (rewards, cu, groups, divide_by_std, leave_one_out, ctypes.c_int(ddof), ctypes.c_double(eps))
+        self._call("group_advantage_cuda", *arguments, *rest)
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on the CPU that says it is on CUDA, and so does what is made from it."""
+
+    @property
+    def is_cuda(self):
+        return True
+
+
+@pytest.fixture
+def on_cuda(library, monkeypatch):
+    """Send what is done to a CudaTensor to the emulated kernels, which are returned."""
+
+    @contextmanager
+    def cuda_stream(tensor):
+        yield STREAM
+
+    def mm(a, b, *, out_dtype=None, out=None):
+        """torch.mm with the `out_dtype` that the CPU lacks: products of bfloat16 are exact in float32."""
+        return torch_mm(a, b, out=out) if out_dtype is None else torch_mm(a.to(out_dtype), b.to(out_dtype), out=out)
+
+    torch_mm = torch.mm
+    library.configure(seed=1, resident=2)
+    kernels = Kernels(library)
+    for module in (logit_slabs, selection, group_advantages):
+        monkeypatch.setattr(module, "kernels", kernels)
+        monkeypatch.setattr(module, "cuda_stream", cuda_stream)
+    monkeypatch.setattr(torch, "mm", mm)
+    slabs = logit_slabs.SlabLimits(elements=16 * 27, rows=16, columns=100)  # several of rows and of columns
+    monkeypatch.setitem(logit_slabs.LIMITS, "cpu", slabs)
+    return kernels
+
+
+def gradients(logprobs, hidden, weight, targets, upstream, settings, dtype):
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+    outputs = logprobs(*leaves, targets, dtype=dtype, **settings)
+    return torch.autograd.grad(outputs, leaves, [u.to(outputs[0].dtype) for u in upstream])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1.3, "softcap": 5.0, "logit_scale": 0.5}], ids=["", "softcap"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_logprobs_with_the_cuda_kernels(on_cuda, dtype, settings):
+    make = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 24, generator=make).to(dtype)
+    weight = (torch.randn(303, 24, generator=make) / math.sqrt(24)).to(dtype)
+    targets = torch.randint(303, (37,), generator=make)
+    upstream = torch.randn(2, 37, generator=make)
+    head = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0, **settings}
+
+    tensors = [x.as_subclass(CudaTensor) for x in (hidden, weight, targets)]
+    *ours, row_max, log_sum = packed_logprobs._forward(*tensors, None, None, *head.values(), True)
+    truth = reference.packed_logprobs(hidden, weight, targets, **settings)
+    torchs = reference.packed_logprobs(hidden, weight, targets, dtype=torch.float32, **settings)
+    for x, y, t in zip(ours, torchs, truth, strict=True):
+        assert x.dtype == torch.float32
+        assert_at_most_twice(x, y, t)  # the bfloat16 inputs are exact, whatever multiplies them
+
+    saved = (row_max, log_sum, ours[1], [True, True, False])
+    grads = packed_logprobs._backward(*tensors, None, None, *head.values(), *upstream, *saved)[:2]
+    case = (reference.packed_logprobs, hidden, weight, targets, upstream, settings)
+    for x, y, t in zip(grads, gradients(*case, dtype), gradients(*case, torch.float64), strict=True):
+        assert x.dtype == dtype
+        assert_at_most_twice(x, y, t)
+    assert on_cuda.called == {"logit_fold_cuda", "logit_grad_cuda"}
+
+
+def test_select_diverse_with_the_cuda_kernel(on_cuda):
+    arguments = [torch.from_numpy(x) for x in checks.Rollouts(2, **checks.SELECTION_CASES[2]).arguments()]
+    ours = selection._cuda(*arguments, True, 350_000, 2)
+    for x, y in zip(ours, reference.select_diverse(*arguments, rule="mdap_seed", tau=0.35, ngram=2), strict=True):
+        assert torch.equal(x, y)
+    assert on_cuda.called == {"select_diverse_cuda"}
+
+
+def test_group_advantage_with_the_cuda_kernel(on_cuda):
+    rewards, cu = map(torch.from_numpy, checks.reward_case([8, 3, 40]))
+    ours, dead = group_advantages._cuda(rewards, cu, True, False, 1, 1e-6)
+    truth, truly_dead = reference.group_advantage(rewards, cu, preset="fastrl")
+    assert torch.equal(dead, truly_dead) and on_cuda.called == {"group_advantage_cuda"}
+    torch.testing.assert_close(ours.double(), truth, rtol=2**-23, atol=1e-9)
+
+
+# --- sanitizers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["asan", "tsan"])
+def test_under_sanitizers(mode, folder):
+    done = run_python(mode, "checks.py", build(mode, folder), "--seeds", 0, 1)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# --- the checks can fail -------------------------------------------------------------------------------------------
+
+WRONG_SUMS = ""
+CAUGHT = {
+    "kNoBarrier": {"plain": WRONG_SUMS, "tsan": "data race"},
+    "kNoSyncwarp": {"tsan": "data race"},
+    "kSharedNotWritten": {"plain": WRONG_SUMS},
+    "kLocalNotWritten": {"asan": WRONG_SUMS},
+    "kGlobalPastEnd": {"asan": "heap-buffer-overflow"},
+    "kSharedPastEnd": {"asan": "use-after-poison"},
+    "kLocalPastEnd": {"asan": "out of bounds"},
+    "kTwoWriters": {"tsan": "data race"},
+    "kBlocksShareSum": {"plain": WRONG_SUMS, "tsan": "data race"},
+    "kNeedsOtherBlock": {"plain": WRONG_SUMS, "tsan": "data race"},
+    "kDivergentBarrier": {"plain": "divergent __syncthreads"},
+    "kBarrierNotReached": {"plain": "exited"},
+    "kShuffleAfterExit": {"plain": "names its lane"},
+    "kShuffleFromOutsideMask": {"plain": "reads lane"},
+    "kFullMaskInBranch": {"plain": "deadlock"},
+    "kIndexOverflow": {"asan": "signed integer overflow"},
+    "kMisaligned": {"asan": "misaligned address"},
+}
+"""Which builds see which mistake of faults.cu, and what they say of it (nothing where only the sums are wrong)."""
+
+
+@pytest.fixture(scope="module")
+def faulty(folder):
+    return {mode: build(mode, folder / "faults", [EMULATOR / "faults.cu"]) for mode in ("plain", "asan", "tsan")}
+
+
+def test_without_a_fault_nothing_is_reported(faulty):
+    assert {"kNone", *CAUGHT} == set(FAULTS)
+    for mode, path in faulty.items():
+        done = run_python(mode, "faults.py", path, "kNone", 1)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+@pytest.mark.parametrize(("fault", "mode"), [(fault, mode) for fault, modes in CAUGHT.items() for mode in modes])
+def test_a_planted_fault_is_seen(faulty, fault, mode):
+    done = run_python(mode, "faults.py", faulty[mode], fault, 1)
+    assert done.returncode != 0 and CAUGHT[fault][mode] in done.stderr, done.stderr
+    if CAUGHT[fault][mode] == WRONG_SUMS:
+        assert done.stderr == "", done.stderr
+
+
+def test_a_faulty_launch_is_an_error(faulty):
+    emulated = ctypes.CDLL(str(faulty["plain"]))
+    assert emulated.sum_of_blocks(FAULTS.index("kNone"), None, None, 0) != 0, "a grid of no blocks"
+
+
+@pytest.mark.slow
+def test_deleting_any_barrier_makes_a_check_fail():
+    done = run_python("plain", "delete_barriers.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("without its barrier") >= 7, done.stdout
