@@ -1,0 +1,82 @@
+"""nvcc takes every CUDA source for every architecture without a warning, a spill or too many registers."""
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import ptxas_budget
+import pytest
+from ptxas_budget import ARCHITECTURES, SOURCES, Usage, compile_source, faults, usages
+
+nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+
+@nvcc
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_within_the_budget(source, tmp_path):
+    found = list(usages(compile_source(source, tmp_path)))
+    kernels = source.read_text().count("__global__")
+    assert len(found) >= kernels * len(ARCHITECTURES), "a kernel that ptxas said nothing of"
+    assert {usage.architecture for usage in found} == {f"sm_{a}" for a in ARCHITECTURES}
+    assert [fault for usage in found for fault in faults(usage)] == []
+
+
+def test_every_budget_is_for_a_kernel():
+    text = "".join(source.read_text() for source in SOURCES)
+    assert all(f" {kernel}(" in text for kernel in ptxas_budget.REGISTERS)
+
+
+def test_every_source_is_in_the_build():
+    listed = (Path(__file__).parents[1] / "CMakeLists.txt").read_text()
+    assert all(f"csrc/kernels/cuda/{source.name}" in listed for source in SOURCES)
+    for flag in ("-lineinfo", "-fmad=false"):
+        assert flag in listed and flag in ptxas_budget.FLAGS
+
+
+BAD = {
+    "declared but never referenced": "__global__ void logit_fold_kernel(float* x) { int unused; }",
+    "local memory": """__global__ void logit_fold_kernel(float* x) {
+        float local[64];
+        for (int i = 0; i < 64; ++i) local[i] = x[i];
+        for (int i = 0; i < 64; ++i) local[static_cast<int>(x[i]) & 63] += local[i];
+        x[0] = local[threadIdx.x];
+    }""",
+    "spill": """__global__ void __launch_bounds__(1024, 2) logit_fold_kernel(float* x) {
+        float all[80];
+        #pragma unroll
+        for (int i = 0; i < 80; ++i) all[i] = x[i];
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < 80; ++i) x[i + threadIdx.x] = all[i] * all[79 - i];
+    }""",
+}
+
+
+@nvcc
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_kernel_is_seen(tmp_path, message):
+    source = tmp_path / "bad.cu"
+    source.write_text(BAD[message] + "\n")
+    try:
+        found = [fault for usage in usages(compile_source(source, tmp_path)) for fault in faults(usage)]
+    except RuntimeError as error:
+        found = [str(error)]
+    assert any(message in fault.lower() for fault in found), found
+
+
+def test_what_is_above_the_budget_is_named():
+    inside = {"kernel": "logit_fold_kernel", "architecture": "sm_90", "registers": 40, "stack": 0, "spills": 0}
+    assert faults(Usage(**inside)) == []
+    assert "takes 41 registers, above 40" in faults(Usage(**{**inside, "registers": 41}))[0]
+    assert "spills 8 bytes" in faults(Usage(**{**inside, "spills": 8}))[0]
+    assert "no budget" in faults(Usage(**{**inside, "kernel": "another"}))[0]
+
+
+@pytest.mark.skipif(shutil.which("cuobjdump") is None, reason="cuobjdump is not on PATH")
+def test_the_built_module_holds_native_code():
+    path = importlib.util.find_spec("_fastrl_fast").origin
+    if b".nv_fatbin" not in Path(path).read_bytes():
+        pytest.skip("the module was built without CUDA")
+    listed = subprocess.check_output(["cuobjdump", "--list-elf", path], text=True)
+    assert "sm_80" in listed and "sm_90" in listed
