@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import itertools
 import math
+import mmap
 import platform
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from numerics import assert_at_most_twice
@@ -99,6 +101,24 @@ def test_the_order_of_threads_changes_no_bit(library):
         logits = checks.Logits(3, [300, 2049, 5], 3.0, forbidden=False)
         results.append(torch.from_numpy(checks.folded(library, logits)))
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_offsets_above_32_bits(library):
+    """Two rows that lie 2^31 floats apart; of the memory in between no page is touched."""
+    stride, cols = 2**31 + 8, 5
+    reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
+    memory = np.frombuffer(mmap.mmap(-1, 4 * (stride + cols), flags=reserve), np.float32)
+    memory[:cols], memory[stride:] = np.arange(5), 3 * np.arange(5)
+    targets, sums = np.array([1, 4]), np.zeros((4, 2), np.float32)
+    sums[0] = -np.inf
+    library.call("logit_fold_cuda", memory, 2, cols, stride, 0, targets, 1.0, *sums)
+    assert sums[0].tolist() == [4, 12] and sums[3].tolist() == [1, 12]
+    np.testing.assert_allclose(sums[1], [np.exp(np.arange(5) - 4.0).sum(), np.exp(3 * np.arange(5) - 12.0).sum()], 1e-6)
+    zero = np.zeros(2, np.float32)
+    per_row = (sums[0], np.log(sums[1]), zero, np.ones(2, np.float32), zero)
+    library.call("logit_grad_cuda", memory, 2, cols, stride, 0, targets, 1.0, *per_row, None)
+    for row in (memory[:cols], memory[stride:]):
+        assert abs(row.sum()) < 1e-6 and (row != 0).all()
 
 
 # --- the Python that calls the kernels -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-EMULATOR = [HERE / "fiber.cpp", HERE / "scheduler.cpp"]
+EMULATOR = [HERE / "fiber.cpp", HERE / "block.cpp", HERE / "scheduler.cpp"]
 OPERATORS = HERE / "operators.cpp"
 KERNELS = sorted((CSRC / "kernels/cuda").glob("*.cu"))
 
