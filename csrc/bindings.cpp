@@ -63,9 +63,9 @@ LogitSlab logit_slab(int64_t rows, int64_t cols, int64_t stride, int64_t vocab_b
 template <class Real>
 PolicyLossArgs<Real> policy_loss_args(uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
                                       uintptr_t advantages, uintptr_t weights, uintptr_t token_weights,
-                                      uintptr_t cu_targets, int64_t sequences, int ratio, int clip, int kl, double clip_low,
-                                      double clip_high, double dual_clip, double kl_coef, uintptr_t partial,
-                                      uintptr_t grad, uintptr_t loss, uintptr_t stats) {
+                                      uintptr_t cu_targets, int64_t sequences, int ratio, int clip, int kl,
+                                      double clip_low, double clip_high, double dual_clip, double kl_coef,
+                                      uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats) {
   return {at<Real>(logprobs),
           at<Real>(old),
           at<Real>(ref),
@@ -152,21 +152,21 @@ PYBIND11_MODULE(_fastrl_fast, m) {
 
   m.attr("POLICY_LOSS_STATS") = static_cast<int>(kPolicyLossStats);
   m.attr("POLICY_LOSS_BLOCK") = kPolicyLossBlock;
-  m.def("policy_loss_cpu", [](bool is_double, int64_t tokens, uintptr_t logprobs, uintptr_t old, uintptr_t ref,
-                              uintptr_t rollout, uintptr_t advantages, uintptr_t weights, uintptr_t token_weights,
-                              uintptr_t cu_targets, int64_t sequences, int ratio, int clip, int kl, double clip_low,
-                              double clip_high, double dual_clip, double kl_coef, uintptr_t partial, uintptr_t grad,
-                              uintptr_t loss, uintptr_t stats, int threads) {
-    check_offsets("cu_targets", at<int64_t>(cu_targets), sequences, tokens);
-    const auto run = [&](auto real) {
-      const auto args = policy_loss_args<decltype(real)>(logprobs, old, ref, rollout, advantages, weights, token_weights,
-                                                         cu_targets, sequences, ratio, clip, kl, clip_low,
-                                                         clip_high, dual_clip, kl_coef, partial, grad, loss, stats);
-      py::gil_scoped_release release;
-      cpu::policy_loss(args, threads);
-    };
-    is_double ? run(double{}) : run(float{});
-  });
+  m.def("policy_loss_cpu",
+        [](bool is_double, int64_t tokens, uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
+           uintptr_t advantages, uintptr_t weights, uintptr_t token_weights, uintptr_t cu_targets, int64_t sequences,
+           int ratio, int clip, int kl, double clip_low, double clip_high, double dual_clip, double kl_coef,
+           uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats, int threads) {
+          check_offsets("cu_targets", at<int64_t>(cu_targets), sequences, tokens);
+          const auto run = [&](auto real) {
+            const auto args = policy_loss_args<decltype(real)>(
+                logprobs, old, ref, rollout, advantages, weights, token_weights, cu_targets, sequences, ratio, clip, kl,
+                clip_low, clip_high, dual_clip, kl_coef, partial, grad, loss, stats);
+            py::gil_scoped_release release;
+            cpu::policy_loss(args, threads);
+          };
+          is_double ? run(double{}) : run(float{});
+        });
 
 #ifdef FASTRL_WITH_CUDA
   m.attr("CUDA") = true;

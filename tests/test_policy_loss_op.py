@@ -103,9 +103,13 @@ def test_masked_tokens_are_not_there_whatever_they_hold(ratio, clip, dtype):
         loss, gradient, stats = run(
             policy_loss, logprobs.detach().masked_fill(~live, poison).requires_grad_(), rest, spoilt, **settings
         )
-        assert torch.equal(loss, expected[0]) and torch.equal(gradient[live], expected[1])
         assert not gradient[~live].any()
-        assert all(torch.equal(stats[name], value) for name, value in expected[2].items())
+        # sums are made in other groups of four
+        tolerance = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(loss, expected[0], rtol=tolerance, atol=0)
+        torch.testing.assert_close(gradient[live], expected[1], rtol=tolerance, atol=0)
+        for name, value in expected[2].items():
+            torch.testing.assert_close(stats[name], value, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize(("ratio", "clip"), KINDS)

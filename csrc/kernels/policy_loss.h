@@ -2,7 +2,7 @@
 //
 // Sequence q holds the tokens [cu_targets[q], cu_targets[q + 1]) and has one advantage A. Token t has the logprob lp, a
 // weight w in the loss (its sequence's times its own), and, where they are given, old, ref and rollout logprobs.
-// A token of weight 0 is masked: none of its numbers is read, it adds to no statistic and its gradient is 0. Over the L
+// A token of weight 0 is masked: whatever its numbers are, it adds to no statistic and its gradient is 0. Over the L
 // other tokens of a sequence, with D(x) = x cut to [-20, 20] (so no exponential overflows, and outside dD = 0):
 //
 //   ratio token            r_t = exp(D(lp_t - old_t))
@@ -46,13 +46,13 @@ constexpr int64_t kPolicyLossBlock = 4;
 
 template <class Real>  // float or double
 struct PolicyLossArgs {
-  const Real* logprobs;                                           // [N]
-  const Real *old_logprobs, *ref_logprobs, *rollout_logprobs;     // [N] or null
-  const Real* advantages;                                         // [S]
-  const Real* weights;                                            // [S]
-  const Real* token_weights;                                      // [N] or null: all 1
-  const int64_t* cu_targets;                                      // [S + 1]
-  int64_t sequences;                                              // S
+  const Real* logprobs;                                        // [N]
+  const Real *old_logprobs, *ref_logprobs, *rollout_logprobs;  // [N] or null
+  const Real* advantages;                                      // [S]
+  const Real* weights;                                         // [S]
+  const Real* token_weights;                                   // [N] or null: all 1
+  const int64_t* cu_targets;                                   // [S + 1]
+  int64_t sequences;                                           // S
   RatioKind ratio;
   ClipKind clip;
   KlKind kl;
