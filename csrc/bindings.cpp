@@ -10,6 +10,7 @@
 #include "kernels/cpu/simd.h"
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
+#include "kernels/policy_loss.h"
 #include "kernels/selection.h"
 
 #ifdef FASTRL_WITH_CUDA
@@ -60,6 +61,35 @@ GroupAdvantageArgs group_advantage_args(uintptr_t rewards, uintptr_t cu, int64_t
 LogitSlab logit_slab(int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin, uintptr_t targets, float scale) {
   check(rows >= 0 && cols >= 0 && stride >= cols, "a slab needs rows >= 0 and 0 <= cols <= stride");
   return {rows, cols, stride, vocab_begin, at<int64_t>(targets), scale};
+}
+
+// The same pointers as float or as double: their own type cannot be known here.
+template <class Real>
+PolicyLossArgs<Real> policy_loss_args(uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
+                                      uintptr_t advantages, uintptr_t weights, uintptr_t token_weights,
+                                      uintptr_t cu_targets, int64_t sequences, int ratio, int clip, int kl,
+                                      double clip_low, double clip_high, double dual_clip, double kl_coef,
+                                      uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats) {
+  return {at<Real>(logprobs),
+          at<Real>(old),
+          at<Real>(ref),
+          at<Real>(rollout),
+          at<Real>(advantages),
+          at<Real>(weights),
+          at<Real>(token_weights),
+          at<int64_t>(cu_targets),
+          sequences,
+          static_cast<RatioKind>(ratio),
+          static_cast<ClipKind>(clip),
+          static_cast<KlKind>(kl),
+          clip_low,
+          clip_high,
+          dual_clip,
+          kl_coef,
+          at<double>(partial),
+          at<Real>(grad),
+          at<double>(loss),
+          at<double>(stats)};
 }
 
 #ifdef FASTRL_WITH_CUDA
@@ -134,6 +164,24 @@ PYBIND11_MODULE(_fastrl_fast, m) {
     py::gil_scoped_release release;
     cpu::select_diverse(args, threads);
   });
+
+  m.attr("POLICY_LOSS_STATS") = static_cast<int>(kPolicyLossStats);
+  m.attr("POLICY_LOSS_BLOCK") = kPolicyLossBlock;
+  m.def("policy_loss_cpu",
+        [](bool is_double, int64_t tokens, uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
+           uintptr_t advantages, uintptr_t weights, uintptr_t token_weights, uintptr_t cu_targets, int64_t sequences,
+           int ratio, int clip, int kl, double clip_low, double clip_high, double dual_clip, double kl_coef,
+           uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats, int threads) {
+          check_offsets("cu_targets", at<int64_t>(cu_targets), sequences, tokens);
+          const auto run = [&](auto real) {
+            const auto args = policy_loss_args<decltype(real)>(
+                logprobs, old, ref, rollout, advantages, weights, token_weights, cu_targets, sequences, ratio, clip, kl,
+                clip_low, clip_high, dual_clip, kl_coef, partial, grad, loss, stats);
+            py::gil_scoped_release release;
+            cpu::policy_loss(args, threads);
+          };
+          is_double ? run(double{}) : run(float{});
+        });
 
 #ifdef FASTRL_WITH_CUDA
   m.attr("CUDA") = true;

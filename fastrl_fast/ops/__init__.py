@@ -2,6 +2,15 @@
 
 from fastrl_fast.ops.group_advantage import PRESETS, group_advantage
 from fastrl_fast.ops.packed_logprobs import packed_logprobs
+from fastrl_fast.ops.policy_loss import PolicyLossStats, policy_loss
 from fastrl_fast.ops.selection import RULES, select_diverse
 
-__all__ = ["PRESETS", "RULES", "group_advantage", "packed_logprobs", "select_diverse"]
+__all__ = [
+    "PRESETS",
+    "RULES",
+    "PolicyLossStats",
+    "group_advantage",
+    "packed_logprobs",
+    "policy_loss",
+    "select_diverse",
+]

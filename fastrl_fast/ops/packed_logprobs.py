@@ -12,7 +12,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor targets, Tensor? row_index, Tensor? bias, "
-    "float temperature, float? softcap, float logit_scale"
+    "float temperature, float? softcap, float logit_scale, int? ignore_index"
 )
 library.define(f"packed_logprobs({_HEAD}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)")
 library.define(
@@ -31,6 +31,7 @@ def packed_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    ignore_index: int | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the entropy of each target's distribution, without a [tokens, vocabulary] tensor.
@@ -48,13 +49,14 @@ def packed_logprobs(
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64.
         weight: [V, H], same choice of dtypes; float64 anywhere computes in float64.
-        targets: [N] int64 in [0, V).
+        targets: [N] int64 in [0, V), or `ignore_index`.
         row_index: [N] int64 in [0, T), the row of `hidden` that predicts each target (rows may repeat; only these are
             multiplied); None pairs target i with row i.
         bias: [V] or None.
         temperature: > 0.
         softcap: > 0 or None.
         logit_scale: > 0.
+        ignore_index: targets of this value (often -100) are not multiplied: logprob 0, entropy 0, no gradient.
         entropy: False leaves the entropy out: an empty tensor [0] is returned in its place.
 
     Returns:
@@ -69,7 +71,7 @@ def packed_logprobs(
     _check_settings(temperature, softcap, logit_scale)
     _check_tensors(hidden, weight, targets, row_index, bias)
     logprobs, entropies, _, _ = torch.ops.fastrl_fast.packed_logprobs(
-        hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale), entropy
+        hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale), ignore_index, entropy
     )
     return logprobs, entropies
 
@@ -128,8 +130,15 @@ def _forward(
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    ignore_index: int | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if ignore_index is not None:
+        asked = torch.nonzero(targets != ignore_index)[:, 0]
+        row_index = asked if row_index is None else row_index[asked]
+        settings = (bias, temperature, softcap, logit_scale, None, entropy)
+        fewer = _forward(hidden, weight, targets[asked], row_index, *settings)
+        return _spread(fewer, asked, targets.shape[0])
     dtype = _compute_dtype(hidden, weight)
     head = logit_slabs.Head(
         weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
@@ -148,6 +157,14 @@ def _forward(
     return logprobs, entropies, row_max.clone(), log_sum
 
 
+def _spread(
+    fewer: tuple[Tensor, Tensor, Tensor, Tensor], asked: Tensor, total: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Put the results of the targets asked for where they belong, among zeros."""
+    spread = [x.new_zeros(total).index_copy_(0, asked, x) if x.shape == asked.shape else x for x in fewer]
+    return spread[0], spread[1], spread[2], spread[3]
+
+
 def _backward(
     hidden: Tensor,
     weight: Tensor,
@@ -157,6 +174,7 @@ def _backward(
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    ignore_index: int | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     row_max: Tensor,
@@ -176,7 +194,10 @@ def _backward(
         logprobs=grad_logprobs.to(dtype).contiguous(),
         upstream_entropy=absent if grad_entropy is None else grad_entropy.to(dtype).contiguous(),
     )
-    asked = torch.nonzero((grads.logprobs != 0) | (grads.upstream_entropy != 0))[:, 0]
+    has_gradient = (grads.logprobs != 0) | (grads.upstream_entropy != 0)
+    if ignore_index is not None:
+        has_gradient &= targets != ignore_index
+    asked = torch.nonzero(has_gradient)[:, 0]
     if asked.shape[0] < targets.shape[0]:
         row_index = asked if row_index is None else row_index[asked]
         targets, grads = targets[asked], grads[asked]
@@ -233,7 +254,7 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.temperature, ctx.softcap, ctx.logit_scale, _ = inputs
+    *tensors, ctx.temperature, ctx.softcap, ctx.logit_scale, ctx.ignore_index, _ = inputs
     _, entropies, row_max, log_sum = output
     ctx.save_for_backward(*tensors, entropies, row_max, log_sum)
     ctx.set_materialize_grads(False)
@@ -250,7 +271,7 @@ def _gradient(
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[4]]
     grad_hidden, grad_weight, grad_bias = torch.ops.fastrl_fast.packed_logprobs_backward(
         hidden, weight, targets, row_index, bias, ctx.temperature, ctx.softcap, ctx.logit_scale,
-        grad_logprobs, grad_entropy, row_max, log_sum, entropies, needs,
+        ctx.ignore_index, grad_logprobs, grad_entropy, row_max, log_sum, entropies, needs,
     )  # fmt: skip
     return (
         grad_hidden if needs[0] else None,
@@ -258,10 +279,7 @@ def _gradient(
         None,
         None,
         grad_bias if needs[2] else None,
-        None,
-        None,
-        None,
-        None,
+        *(None for _ in range(5)),
     )
 
 

@@ -1,0 +1,265 @@
+"""From logprobs to the policy's loss, its gradient and its statistics, in one compiled pass."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl_fast.ops._lib import check, kernels, library
+
+RATIO_KINDS = ("token", "sequence", "sequence_token")
+CLIP_KINDS = ("ppo", "cispo")
+KL_KINDS = ("k1", "k2", "k3")
+"""In the order of the enums of csrc/kernels/policy_loss.h."""
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are cut to this before exp: e^20 is 5e8, far outside any clip range, and still finite in float32."""
+
+MAX_RATIO = math.exp(MAX_LOG_RATIO)
+
+
+class PolicyLossStats(NamedTuple):
+    """Over the tokens whose weight is not 0; float64 scalars."""
+
+    tokens: Tensor
+    clipped_low: Tensor
+    """Tokens of negative advantage with ratio < 1 - clip_low."""
+    clipped_high: Tensor
+    """Tokens of positive advantage with ratio > 1 + clip_high."""
+    clipped_dual: Tensor
+    """Tokens of negative advantage with ratio > dual_clip."""
+    ratio: Tensor
+    """Sum of the ratios."""
+    ratio_min: Tensor
+    """+inf where there is no token."""
+    ratio_max: Tensor
+    """-inf where there is no token."""
+    kl: Tensor
+    """Sum of the KL estimates, without the coefficient; 0 without reference logprobs."""
+    sampler_gap: Tensor
+    """Sum of |logprob - rollout logprob|; 0 without rollout logprobs."""
+    sampler_gap_max: Tensor
+    """-inf without tokens or rollout logprobs."""
+
+
+assert len(PolicyLossStats._fields) == kernels.POLICY_LOSS_STATS, "the header's list of statistics is another one"
+
+library.define(
+    "policy_loss(Tensor logprobs, Tensor? old_logprobs, Tensor? ref_logprobs, Tensor? rollout_logprobs, "
+    "Tensor advantages, Tensor weights, Tensor? token_weights, Tensor cu_targets, int ratio, int clip, int kl, "
+    "float clip_low, float clip_high, float dual_clip, float kl_coef) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    cu_targets: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    ratio: str = "token",
+    clip: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: str = "k3",
+    kl_coef: float = 0.0,
+) -> tuple[Tensor, PolicyLossStats]:
+    """Return sum_t w_t (l_t + kl_coef k_t), differentiable in `logprobs`, and the statistics of the same tokens.
+
+    With advantage A, ratio r and c = r cut to [1 - clip_low, 1 + clip_high]: `ppo` l = max(-A r, -A c), where A < 0 at
+    most -A dual_clip; `cispo` l = -c A logprob with c constant. `token` r = exp(logprob - old); `sequence` r = exp of
+    the sequence's mean log ratio; `sequence_token` the same number, each token moving only its own term. k1 = d,
+    k2 = d^2 / 2, k3 = e^-d - 1 + d with d = logprob - ref. Log ratios are cut to [-20, 20] before any exponential.
+    Tokens of weight 0 are masked: their numbers are not read, their gradient is 0.
+    Sums are float64 in a fixed order: the result does not depend on the thread count.
+
+    Args:
+        logprobs: [N] float32, or float64 to compute in float64; all on one device.
+        advantages: [S], one per sequence.
+        weights: [S], the factor of the terms of a sequence's tokens.
+        cu_targets: [S + 1] int64, offsets of the sequences into `logprobs`.
+        token_weights: [N], a further factor of each token's term, 0 to mask it; None = 1.
+        old_logprobs: [N], constant; None = the policy's own, every ratio is exactly 1.
+        ref_logprobs: [N], constant; needed where kl_coef > 0.
+        rollout_logprobs: [N]; for statistics only.
+        ratio: one of `RATIO_KINDS`.
+        clip: one of `CLIP_KINDS`.
+        clip_low: >= 0.
+        clip_high: >= 0.
+        dual_clip: > 1, or None.
+        kl: one of `KL_KINDS`.
+        kl_coef: >= 0.
+
+    Returns:
+        loss [] in the dtype of `logprobs`, statistics.
+
+    Raises:
+        ValueError: unknown kinds, numbers out of range, tensors that do not fit.
+
+    Source: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585;
+        algorithms.md 3.8 to 3.11.
+    """
+    _check_settings(ratio, clip, kl, clip_low, clip_high, dual_clip, kl_coef)
+    given = (old_logprobs, ref_logprobs, rollout_logprobs)
+    _check_tensors(logprobs, advantages, weights, cu_targets, (*given, token_weights))
+    check(kl_coef == 0 or ref_logprobs is not None, f"kl_coef = {kl_coef} needs ref_logprobs")
+    loss, _, stats = torch.ops.fastrl_fast.policy_loss(
+        logprobs, *given, advantages, weights, token_weights, cu_targets,
+        RATIO_KINDS.index(ratio), CLIP_KINDS.index(clip), KL_KINDS.index(kl),
+        float(clip_low), float(clip_high), math.inf if dual_clip is None else float(dual_clip), float(kl_coef),
+    )  # fmt: skip
+    return loss, PolicyLossStats(*stats.unbind())
+
+
+def _check_settings(
+    ratio: str, clip: str, kl: str, clip_low: float, clip_high: float, dual_clip: float | None, kl_coef: float
+) -> None:
+    for name, value, allowed in (("ratio", ratio, RATIO_KINDS), ("clip", clip, CLIP_KINDS), ("kl", kl, KL_KINDS)):
+        check(value in allowed, f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+    for name, number in (("clip_low", clip_low), ("clip_high", clip_high), ("kl_coef", kl_coef)):
+        check(number >= 0, f"{name} must be >= 0, not {number}")
+    check(dual_clip is None or dual_clip > 1, f"dual_clip must be > 1 or None, not {dual_clip}")
+
+
+def _check_tensors(
+    logprobs: Tensor, advantages: Tensor, weights: Tensor, cu_targets: Tensor, given: tuple[Tensor | None, ...]
+) -> None:
+    check(
+        logprobs.ndim == 1 and logprobs.dtype in (torch.float32, torch.float64),
+        f"logprobs must be [N] float32 or float64, not {list(logprobs.shape)} {logprobs.dtype}",
+    )
+    check(
+        cu_targets.ndim == 1 and cu_targets.shape[0] >= 1 and cu_targets.dtype == torch.int64,
+        f"cu_targets must be [S + 1] int64, not {list(cu_targets.shape)} {cu_targets.dtype}",
+    )
+    tokens, sequences = logprobs.shape[0], cu_targets.shape[0] - 1
+    for name, tensor in zip(("old_logprobs", "ref_logprobs", "rollout_logprobs", "token_weights"), given, strict=True):
+        check(
+            tensor is None or tensor.shape == logprobs.shape,
+            f"{name} must be one per token ({tokens}), not {None if tensor is None else list(tensor.shape)}",
+        )
+    for name, tensor in (("advantages", advantages), ("weights", weights)):
+        check(
+            tensor.shape == (sequences,),
+            f"{name} must be one per sequence ({sequences}), not {list(tensor.shape)}",
+        )
+
+
+def _cpu(
+    logprobs: Tensor,
+    old: Tensor | None,
+    ref: Tensor | None,
+    rollout: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    token_weights: Tensor | None,
+    cu_targets: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, sequences = logprobs.dtype, cu_targets.shape[0] - 1
+    given = (logprobs, old, ref, rollout, advantages, weights, token_weights)
+    # A list keeps the converted tensors alive until the kernel has read them.
+    inputs = [x if x is None else x.to(dtype).contiguous() for x in given]
+    cu_targets = cu_targets.contiguous()
+    blocks = -(-sequences // kernels.POLICY_LOSS_BLOCK)
+    partial = logprobs.new_empty(blocks * (1 + kernels.POLICY_LOSS_STATS), dtype=torch.float64)
+    grad = logprobs.new_empty(logprobs.shape)
+    loss = logprobs.new_empty((), dtype=torch.float64)
+    stats = logprobs.new_empty(kernels.POLICY_LOSS_STATS, dtype=torch.float64)
+    kernels.policy_loss_cpu(
+        dtype == torch.float64, logprobs.shape[0], *(0 if x is None else x.data_ptr() for x in inputs),
+        cu_targets.data_ptr(), sequences, *settings,
+        partial.data_ptr(), grad.data_ptr(), loss.data_ptr(), stats.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return loss.to(dtype), grad, stats
+
+
+def _plain(
+    logprobs: Tensor,
+    old: Tensor | None,
+    ref: Tensor | None,
+    rollout: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    token_weights: Tensor | None,
+    cu_targets: Tensor,
+    ratio: int,
+    clip: int,
+    kl: int,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    kl_coef: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch operations and float64, for devices without a kernel."""
+    lengths = cu_targets.diff()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    w = weights.double()[sequence]
+    w = w if token_weights is None else w * token_weights
+    live = torch.nonzero(w != 0)[:, 0]
+    w, sequence, lp = w[live], sequence[live], logprobs.double()[live]
+    a = advantages.double()[sequence]
+    d, inside = _cut(lp - (lp if old is None else old.double()[live]))
+    pull = w * inside
+    if RATIO_KINDS[ratio] != "token":
+        sums = torch.stack([d, w, torch.ones_like(d)], dim=1)
+        totals = sums.new_zeros(len(lengths), 3).index_put((sequence,), sums, accumulate=True)[sequence]
+        d = totals[:, 0] / totals[:, 2]
+        pull = w if RATIO_KINDS[ratio] == "sequence_token" else totals[:, 1] / totals[:, 2] * inside
+    r = d.exp()
+    clipped = r.clamp(1 - clip_low, 1 + clip_high)
+    low, high, dual = (a < 0) & (r < 1 - clip_low), (a > 0) & (r > 1 + clip_high), (a < 0) & (r > dual_clip)
+    if CLIP_KINDS[clip] == "cispo":
+        value, grad, dual = -clipped * torch.where(a == 0, 0, a * lp), -w * clipped * a, torch.zeros_like(dual)
+    else:
+        value = torch.maximum(-a * r, -a * clipped)
+        value = torch.where(dual, (-a).clamp(min=0) * min(dual_clip, MAX_RATIO), value)
+        grad = torch.where(low | high | dual, 0, pull * -a * r)
+    k = torch.zeros_like(lp)
+    if ref is not None:
+        d, inside = _cut(lp - ref.double()[live])
+        k = (d, 0.5 * d.square(), torch.expm1(-d) + d)[kl]
+        grad = grad + w * kl_coef * inside * (torch.ones_like(d), d, -torch.expm1(-d))[kl]
+    gap = (lp - rollout.double()[live]).abs() if rollout is not None else lp[:0]
+    floor = lp.new_tensor([-math.inf])
+    stats = torch.stack([
+        lp.new_tensor(float(len(lp))), low.sum(), high.sum(), dual.sum(), r.sum(), torch.cat([r, -floor]).min(),
+        torch.cat([r, floor]).max(), k.sum(), gap.sum(), torch.cat([gap, floor]).max(),
+    ])  # fmt: skip
+    loss = (w * (value + kl_coef * k)).sum()
+    spread = torch.zeros_like(logprobs).index_copy_(0, live, grad.to(logprobs.dtype))
+    return loss.to(logprobs.dtype), spread, stats
+
+
+def _cut(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x cut to [-20, 20], and where it was inside."""
+    return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), x.abs() <= MAX_LOG_RATIO
+
+
+library.impl("policy_loss", _cpu, "CPU")
+library.impl("policy_loss", _plain, "CUDA")
+
+
+@torch.library.register_fake("fastrl_fast::policy_loss", lib=library)
+def _fake(logprobs: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    stats = logprobs.new_empty(len(PolicyLossStats._fields), dtype=torch.float64)
+    return logprobs.new_empty(()), torch.empty_like(logprobs, memory_format=torch.contiguous_format), stats
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _gradient(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    (grad,) = ctx.saved_tensors
+    return grad * grad_loss, *(None for _ in range(14))
+
+
+torch.library.register_autograd("fastrl_fast::policy_loss", _gradient, setup_context=_setup_context, lib=library)
