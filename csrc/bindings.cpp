@@ -220,6 +220,21 @@ PYBIND11_MODULE(_fastrl_fast, m) {
     check_cuda("logit_grad", cuda::logit_grad(args, at<void>(grad_bf16), at<void>(stream)));
   });
 
+  m.def("policy_loss_cuda",
+        [](bool is_double, int64_t, uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
+           uintptr_t advantages, uintptr_t weights, uintptr_t token_weights, uintptr_t cu_targets, int64_t sequences,
+           int ratio, int clip, int kl, double clip_low, double clip_high, double dual_clip, double kl_coef,
+           uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats, uintptr_t stream) {
+          const NvtxRange range{"policy_loss"};
+          const auto run = [&](auto real) {
+            const auto args = policy_loss_args<decltype(real)>(
+                logprobs, old, ref, rollout, advantages, weights, token_weights, cu_targets, sequences, ratio, clip, kl,
+                clip_low, clip_high, dual_clip, kl_coef, partial, grad, loss, stats);
+            check_cuda("policy_loss", cuda::policy_loss(args, at<void>(stream)));
+          };
+          is_double ? run(double{}) : run(float{});
+        });
+
   m.def("select_diverse_workspace", &cuda::select_diverse_workspace);
   m.def("select_diverse_cuda", [](uintptr_t token_ids, int64_t tokens, uintptr_t cu_seqlens, uintptr_t cu_group_sizes,
                                   int64_t groups, uintptr_t classes, int64_t tau_millionths, int ngram, bool seed_only,

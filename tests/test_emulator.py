@@ -29,6 +29,7 @@ from library import Library  # noqa: E402
 
 # The modules; `ops` holds the functions of the same names.
 packed_logprobs = importlib.import_module("fastrl_fast.ops.packed_logprobs")
+policy_losses = importlib.import_module("fastrl_fast.ops.policy_loss")
 group_advantages = importlib.import_module("fastrl_fast.ops.group_advantage")
 STREAM = 77
 
@@ -151,6 +152,12 @@ class Kernels:
     def select_diverse_workspace(self, tokens, rollouts):
         return 5 * tokens + rollouts
 
+    def policy_loss_cuda(self, *arguments):
+        typed = [*arguments[:11], *map(ctypes.c_int, arguments[11:14]), *map(ctypes.c_double, arguments[14:18])]
+        self._call("policy_loss_cuda", *typed, *arguments[18:])
+
+    POLICY_LOSS_STATS = 10
+
     def group_advantage_cuda(self, rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, *rest):
         arguments = (rewards, cu, groups, divide_by_std, leave_one_out, ctypes.c_int(ddof), ctypes.c_double(eps))
         self._call("group_advantage_cuda", *arguments, *rest)
@@ -179,7 +186,7 @@ def on_cuda(library, monkeypatch):
     torch_mm = torch.mm
     library.configure(seed=1, resident=2)
     kernels = Kernels(library)
-    for module in (logit_slabs, selection, group_advantages):
+    for module in (logit_slabs, selection, group_advantages, policy_losses):
         monkeypatch.setattr(module, "kernels", kernels)
         monkeypatch.setattr(module, "cuda_stream", cuda_stream)
     monkeypatch.setattr(torch, "mm", mm)
@@ -204,7 +211,7 @@ def test_packed_logprobs_with_the_cuda_kernels(on_cuda, dtype, settings):
     weight = (torch.randn(303, 24, generator=make) / math.sqrt(24)).to(dtype)
     targets = torch.randint(303, (37,), generator=make)
     upstream = torch.randn(2, 37, generator=make)
-    head = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0, **settings}
+    head = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0, **settings, "ignore_index": None}
 
     tensors = [x.as_subclass(CudaTensor) for x in (hidden, weight, targets)]
     *ours, row_max, log_sum = packed_logprobs._forward(*tensors, None, None, *head.values(), True)
@@ -229,6 +236,18 @@ def test_select_diverse_with_the_cuda_kernel(on_cuda):
     for x, y in zip(ours, reference.select_diverse(*arguments, rule="mdap_seed", tau=0.35, ngram=2), strict=True):
         assert torch.equal(x, y)
     assert on_cuda.called == {"select_diverse_cuda"}
+
+
+@pytest.mark.parametrize("ratio", policy_losses.RATIO_KINDS)
+def test_policy_loss_with_the_cuda_kernel(on_cuda, ratio):
+    arrays, cu = checks.policy_case([5, 300, 1, 0, 129, 7], np.float32, 0)
+    tensors = [torch.from_numpy(x).as_subclass(CudaTensor) for x in (*arrays, cu)]
+    settings = (policy_losses.RATIO_KINDS.index(ratio), 0, 2, 0.05, 0.1, math.inf, 0.3)
+    ours = policy_losses._forward(*tensors, *settings)
+    truth = checks.true_policy_loss(arrays, cu, checks.PolicySettings(*settings))
+    for x, y in zip(ours, truth, strict=True):
+        np.testing.assert_allclose(x.numpy(), y, rtol=2**-23, atol=1e-12)
+    assert on_cuda.called == {"policy_loss_cuda"}
 
 
 def test_group_advantage_with_the_cuda_kernel(on_cuda):
@@ -302,4 +321,4 @@ def test_a_faulty_launch_is_an_error(faulty):
 def test_deleting_any_barrier_makes_a_check_fail():
     done = run_python("plain", "delete_barriers.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("without its barrier") >= 7, done.stdout
+    assert done.stdout.count("without its barrier") >= 9, done.stdout

@@ -6,7 +6,8 @@ import pytest
 import torch
 from numerics import assert_at_most_twice
 
-from fastrl_fast.ops import PRESETS, RULES, group_advantage, packed_logprobs, reference, select_diverse
+from fastrl_fast.ops import PRESETS, RULES, group_advantage, packed_logprobs, policy_loss, reference, select_diverse
+from fastrl_fast.ops.policy_loss import CLIP_KINDS, RATIO_KINDS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,6 +69,21 @@ def test_group_advantage_has_the_bits_of_the_cpu(preset):
         group_advantage(rewards, cu, preset=preset), group_advantage(*on_gpu(rewards, cu), preset=preset), strict=True
     ):
         assert torch.equal(x, y.cpu())
+
+
+@pytest.mark.parametrize("ratio", RATIO_KINDS)
+@pytest.mark.parametrize("clip", CLIP_KINDS)
+def test_policy_loss_is_that_of_the_cpu(ratio, clip):
+    make = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 900, (64,), generator=make)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    logprobs, old, ref = (-torch.rand(int(cu[-1]), generator=make, dtype=torch.float64) for _ in range(3))
+    case = (logprobs, torch.randn(64, generator=make), torch.rand(64, generator=make), cu)
+    settings = {"ratio": ratio, "clip": clip, "kl_coef": 0.1}
+    here, stats = policy_loss(*case, old_logprobs=old, ref_logprobs=ref, **settings)
+    there, stats_there = policy_loss(*on_gpu(*case), old_logprobs=old.cuda(), ref_logprobs=ref.cuda(), **settings)
+    for x, y in zip((here, *stats), (there, *stats_there), strict=True):
+        torch.testing.assert_close(y.cpu(), x, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("rule", RULES)

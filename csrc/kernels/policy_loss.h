@@ -69,5 +69,11 @@ namespace cpu {
 template <class Real>
 void policy_loss(const PolicyLossArgs<Real>& args, int num_threads);
 }  // namespace cpu
+namespace cuda {
+// Asynchronous on `stream` (a cudaStream_t); pointers are device pointers, `partial` is [S, 1 + kPolicyLossStats].
+// Returns a cudaError_t.
+template <class Real>
+int policy_loss(const PolicyLossArgs<Real>& args, void* stream);
+}  // namespace cuda
 
 }  // namespace fastrl

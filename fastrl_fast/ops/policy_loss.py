@@ -6,17 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import check, kernels, library
+from fastrl_fast.ops._lib import check, cuda_stream, kernels, library
 
 RATIO_KINDS = ("token", "sequence", "sequence_token")
 CLIP_KINDS = ("ppo", "cispo")
 KL_KINDS = ("k1", "k2", "k3")
 """In the order of the enums of csrc/kernels/policy_loss.h."""
-
-MAX_LOG_RATIO = 20.0
-"""Log ratios are cut to this before exp: e^20 is 5e8, far outside any clip range, and still finite in float32."""
-
-MAX_RATIO = math.exp(MAX_LOG_RATIO)
 
 
 class PolicyLossStats(NamedTuple):
@@ -151,7 +146,7 @@ def _check_tensors(
         )
 
 
-def _cpu(
+def _forward(
     logprobs: Tensor,
     old: Tensor | None,
     ref: Tensor | None,
@@ -167,83 +162,26 @@ def _cpu(
     # A list keeps the converted tensors alive until the kernel has read them.
     inputs = [x if x is None else x.to(dtype).contiguous() for x in given]
     cu_targets = cu_targets.contiguous()
-    blocks = -(-sequences // kernels.POLICY_LOSS_BLOCK)
+    blocks = sequences if logprobs.is_cuda else -(-sequences // kernels.POLICY_LOSS_BLOCK)
     partial = logprobs.new_empty(blocks * (1 + kernels.POLICY_LOSS_STATS), dtype=torch.float64)
     grad = logprobs.new_empty(logprobs.shape)
     loss = logprobs.new_empty((), dtype=torch.float64)
     stats = logprobs.new_empty(kernels.POLICY_LOSS_STATS, dtype=torch.float64)
-    kernels.policy_loss_cpu(
+    arguments = (
         dtype == torch.float64, logprobs.shape[0], *(0 if x is None else x.data_ptr() for x in inputs),
         cu_targets.data_ptr(), sequences, *settings,
-        partial.data_ptr(), grad.data_ptr(), loss.data_ptr(), stats.data_ptr(), torch.get_num_threads(),
+        partial.data_ptr(), grad.data_ptr(), loss.data_ptr(), stats.data_ptr(),
     )  # fmt: skip
+    if logprobs.is_cuda:
+        with cuda_stream(logprobs) as stream:
+            kernels.policy_loss_cuda(*arguments, stream)
+    else:
+        kernels.policy_loss_cpu(*arguments, torch.get_num_threads())
     return loss.to(dtype), grad, stats
 
 
-def _plain(
-    logprobs: Tensor,
-    old: Tensor | None,
-    ref: Tensor | None,
-    rollout: Tensor | None,
-    advantages: Tensor,
-    weights: Tensor,
-    token_weights: Tensor | None,
-    cu_targets: Tensor,
-    ratio: int,
-    clip: int,
-    kl: int,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    kl_coef: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch operations and float64, for devices without a kernel."""
-    lengths = cu_targets.diff()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    w = weights.double()[sequence]
-    w = w if token_weights is None else w * token_weights
-    live = torch.nonzero(w != 0)[:, 0]
-    w, sequence, lp = w[live], sequence[live], logprobs.double()[live]
-    a = advantages.double()[sequence]
-    d, inside = _cut(lp - (lp if old is None else old.double()[live]))
-    pull = w * inside
-    if RATIO_KINDS[ratio] != "token":
-        sums = torch.stack([d, w, torch.ones_like(d)], dim=1)
-        totals = sums.new_zeros(len(lengths), 3).index_put((sequence,), sums, accumulate=True)[sequence]
-        d = totals[:, 0] / totals[:, 2]
-        pull = w if RATIO_KINDS[ratio] == "sequence_token" else totals[:, 1] / totals[:, 2] * inside
-    r = d.exp()
-    clipped = r.clamp(1 - clip_low, 1 + clip_high)
-    low, high, dual = (a < 0) & (r < 1 - clip_low), (a > 0) & (r > 1 + clip_high), (a < 0) & (r > dual_clip)
-    if CLIP_KINDS[clip] == "cispo":
-        value, grad, dual = -clipped * torch.where(a == 0, 0, a * lp), -w * clipped * a, torch.zeros_like(dual)
-    else:
-        value = torch.maximum(-a * r, -a * clipped)
-        value = torch.where(dual, (-a).clamp(min=0) * min(dual_clip, MAX_RATIO), value)
-        grad = torch.where(low | high | dual, 0, pull * -a * r)
-    k = torch.zeros_like(lp)
-    if ref is not None:
-        d, inside = _cut(lp - ref.double()[live])
-        k = (d, 0.5 * d.square(), torch.expm1(-d) + d)[kl]
-        grad = grad + w * kl_coef * inside * (torch.ones_like(d), d, -torch.expm1(-d))[kl]
-    gap = (lp - rollout.double()[live]).abs() if rollout is not None else lp[:0]
-    floor = lp.new_tensor([-math.inf])
-    stats = torch.stack([
-        lp.new_tensor(float(len(lp))), low.sum(), high.sum(), dual.sum(), r.sum(), torch.cat([r, -floor]).min(),
-        torch.cat([r, floor]).max(), k.sum(), gap.sum(), torch.cat([gap, floor]).max(),
-    ])  # fmt: skip
-    loss = (w * (value + kl_coef * k)).sum()
-    spread = torch.zeros_like(logprobs).index_copy_(0, live, grad.to(logprobs.dtype))
-    return loss.to(logprobs.dtype), spread, stats
-
-
-def _cut(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x cut to [-20, 20], and where it was inside."""
-    return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), x.abs() <= MAX_LOG_RATIO
-
-
-library.impl("policy_loss", _cpu, "CPU")
-library.impl("policy_loss", _plain, "CUDA")
+library.impl("policy_loss", _forward, "CPU")
+library.impl("policy_loss", _forward, "CUDA")
 
 
 @torch.library.register_fake("fastrl_fast::policy_loss", lib=library)

@@ -5,12 +5,13 @@ Only numpy is needed, so that it also runs where a sanitizer is preloaded.
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from library import Array, Library
+from library import POLICY_STATS, Array, Library, PolicySettings
 
 INFINITY = np.float64(np.inf)
 
@@ -173,6 +174,91 @@ def check_logit_grad(library: Library) -> None:
             assert_at_most_twice(ours, gradient(logits, np.float32), truth, size, 2**-8 if bf16 else 2**-23)
 
 
+# --- policy_loss -------------------------------------------------------------------------------------------------
+
+SEQUENCE_LENGTHS = [[], [0], [1, 0, 40], [5, 300, 1, 0, 129, 7]]
+
+
+def policy_case(lengths: list[int], dtype: type, seed: int) -> tuple[list[Array | None], Array]:
+    """The arrays of PolicyLossArgs: clips, both signs of A, A = 0, far log ratios and masked NaN all occur."""
+    make = np.random.default_rng(seed)
+    n, s = sum(lengths), len(lengths)
+    logprobs = -np.abs(make.standard_normal(n))
+    others = [logprobs + 0.3 * make.standard_normal(n) for _ in range(3)]
+    for array in (*others, logprobs)[: seed % 2 * 3]:
+        array[::11] -= 30  # outside of the cut
+    advantages, weights, factors = make.standard_normal(s), make.random(s) + 0.1, make.random(n)
+    advantages[2:3] = 0
+    factors[::5] = 0
+    logprobs[::5] = np.nan
+    given = [array if seed < 2 or i != seed - 2 else None for i, array in enumerate([*others, factors])]
+    arrays = [logprobs, *given[:3], advantages, weights, given[3]]
+    if given[3] is None:
+        logprobs[::5] = -1.0
+    return [None if array is None else array.astype(dtype) for array in arrays], offsets(lengths)
+
+
+def cut(x: float) -> tuple[float, bool]:
+    return max(-20.0, min(20.0, x)), abs(x) <= 20
+
+
+def true_policy_loss(arrays: list[Array | None], cu: Array, settings: PolicySettings) -> tuple[float, Array, Array]:
+    """The formulas of csrc/kernels/policy_loss.h, token by token."""
+    logprobs, old, ref, rollout, advantages, weights, factors = (
+        None if array is None else array.astype(np.float64) for array in arrays
+    )
+    loss, grad = 0.0, np.zeros(len(logprobs))
+    stats = np.array([0, 0, 0, 0, 0, np.inf, -np.inf, 0, 0, -np.inf])
+    low, high = 1 - settings.low, 1 + settings.high
+    for q, (begin, end) in enumerate(itertools.pairwise(cu.tolist())):
+        w = np.full(end - begin, weights[q]) * (1 if factors is None else factors[begin:end])
+        live = [begin + i for i in np.flatnonzero(w)]
+        cuts = {t: (0.0, True) if old is None else cut(logprobs[t] - old[t]) for t in live}
+        mean = sum(d for d, _ in cuts.values()) / max(len(live), 1)
+        a = advantages[q]
+        for t in live:
+            token, wt = settings.ratio == 0, w[t - begin]
+            r = math.exp(cuts[t][0] if token else mean)
+            clipped = min(max(r, low), high)
+            share = w.sum() / len(live) if settings.ratio == 1 else wt
+            is_high, is_low, is_dual = a > 0 and r > high, a < 0 and r < low, a < 0 and r > settings.dual
+            if settings.clip == 1:
+                value, slope, is_dual = -clipped * a * logprobs[t], -clipped * a * wt, False
+            else:
+                value = -a * settings.dual if is_dual else max(-a * r, -a * clipped)
+                follows = not (is_high or is_low or is_dual) and (cuts[t][1] or settings.ratio == 2)
+                slope = -a * r * share * follows
+            k = dk = 0.0
+            if ref is not None:
+                d, inside = cut(logprobs[t] - ref[t])
+                k = (d, d * d / 2, math.expm1(-d) + d)[settings.kl]
+                dk = (1.0, d, -math.expm1(-d))[settings.kl] * inside
+            gap = 0.0 if rollout is None else abs(logprobs[t] - rollout[t])
+            loss += wt * (value + settings.kl_coef * k)
+            grad[t] = slope + wt * settings.kl_coef * dk
+            stats += [1, is_low, is_high, is_dual, r, 0, 0, k, gap, 0]
+            stats[5], stats[6] = min(stats[5], r), max(stats[6], r)
+            stats[9] = stats[9] if rollout is None else max(stats[9], gap)
+    return loss, grad, stats
+
+
+def check_policy_loss(library: Library) -> None:
+    kinds = itertools.product(range(3), range(2), range(3), (np.inf, 1.2), SEQUENCE_LENGTHS[1:])
+    for case, (ratio, clip, kl, dual, lengths) in enumerate(kinds):
+        dtype = (np.float64, np.float32)[case % 2]
+        settings = PolicySettings(ratio=ratio, clip=clip, kl=kl, dual=dual)
+        arrays, cu = policy_case(lengths, dtype, case % 6)
+        truth = true_policy_loss(arrays, cu, settings)
+        ours = library.policy_loss(arrays, cu, settings)
+        # float64 inside: all that is left of float32 is the rounding of the gradient
+        np.testing.assert_allclose(ours[0][0], truth[0], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(ours[1], truth[1], rtol=1e-12 if dtype is np.float64 else 2**-23, atol=1e-12)
+        np.testing.assert_allclose(ours[2], truth[2], rtol=1e-12, atol=1e-12)
+    loss, _, stats = library.policy_loss(*policy_case([], np.float32, 0), PolicySettings(ratio=0, clip=0, kl=0))
+    assert loss[0] == 0 and stats.tolist() == [0, 0, 0, 0, 0, np.inf, -np.inf, 0, 0, -np.inf]
+    assert len(stats) == POLICY_STATS
+
+
 # --- selection ---------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +331,7 @@ def check_selection(library: Library) -> None:
 CHECKS: dict[str, list[Callable[[Library], None]]] = {
     "group_advantage": [check_group_advantage],
     "packed_logprobs": [check_logit_fold, check_logit_fold_faults, check_logit_grad],
+    "policy_loss": [check_policy_loss],
     "selection": [check_selection],
 }
 """By the name of the .cu file."""

@@ -3,11 +3,27 @@
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.generic]
+
+
+POLICY_STATS = 10  # kPolicyLossStats
+
+
+class PolicySettings(NamedTuple):
+    """Of csrc/kernels/policy_loss.h; ratio, clip and kl as the numbers of their enums."""
+
+    ratio: int
+    clip: int
+    kl: int
+    low: float = 0.05
+    high: float = 0.1
+    dual: float = np.inf
+    kl_coef: float = 0.3
 
 
 class EmulatedError(RuntimeError):
@@ -55,6 +71,20 @@ class Library:
         if rounded is None:
             return slab[:, :cols]
         return (rounded.astype(np.uint32) << 16).view(np.float32)
+
+    def policy_loss(self, tokens: Sequence[Array | None], cu: Array, settings: PolicySettings) -> tuple[Array, ...]:
+        """Return loss [1], gradient [N] and statistics; tokens holds the seven arrays of PolicyLossArgs in order."""
+        logprobs, sequences = tokens[0], len(cu) - 1
+        assert logprobs is not None
+        loss, stats, grad = np.full(1, np.nan), np.full(POLICY_STATS, np.nan), np.full_like(logprobs, np.nan)
+        partial = np.full(sequences * (1 + POLICY_STATS), np.nan)
+        self.call(
+            "policy_loss_cuda", logprobs.dtype == np.float64, len(logprobs), *tokens, cu, sequences,
+            *map(ctypes.c_int, (settings.ratio, settings.clip, settings.kl)),
+            *map(ctypes.c_double, (settings.low, settings.high, settings.dual, settings.kl_coef)),
+            partial, grad, loss, stats,
+        )  # fmt: skip
+        return loss, grad, stats
 
     def select_diverse(
         self,

@@ -2,6 +2,7 @@
 // stream.
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
+#include "kernels/policy_loss.h"
 #include "kernels/selection.h"
 
 using namespace fastrl;
@@ -25,6 +26,39 @@ int logit_grad_cuda(float* logits, int64_t rows, int64_t cols, int64_t stride, i
                     const float* entropy, const float* grad_logprobs, const float* grad_entropy, void* grad_bf16) {
   const LogitSlab slab{rows, cols, stride, vocab_begin, targets, scale};
   return cuda::logit_grad({slab, logits, row_max, log_sum, entropy, grad_logprobs, grad_entropy}, grad_bf16, nullptr);
+}
+
+int policy_loss_cuda(bool is_double, int64_t, const void* logprobs, const void* old, const void* ref,
+                     const void* rollout, const void* advantages, const void* weights, const void* token_weights,
+                     const int64_t* cu_targets, int64_t sequences, int ratio, int clip, int kl, double clip_low,
+                     double clip_high, double dual_clip, double kl_coef, double* partial, void* grad, double* loss,
+                     double* stats) {
+  const auto run = [&](auto real) {
+    using Real = decltype(real);
+    const auto in = [](const void* p) { return static_cast<const Real*>(p); };
+    const PolicyLossArgs<Real> args{in(logprobs),
+                                    in(old),
+                                    in(ref),
+                                    in(rollout),
+                                    in(advantages),
+                                    in(weights),
+                                    in(token_weights),
+                                    cu_targets,
+                                    sequences,
+                                    static_cast<RatioKind>(ratio),
+                                    static_cast<ClipKind>(clip),
+                                    static_cast<KlKind>(kl),
+                                    clip_low,
+                                    clip_high,
+                                    dual_clip,
+                                    kl_coef,
+                                    partial,
+                                    static_cast<Real*>(grad),
+                                    loss,
+                                    stats};
+    return cuda::policy_loss(args, nullptr);
+  };
+  return is_double ? run(double{}) : run(float{});
 }
 
 int64_t select_diverse_workspace(int64_t tokens, int64_t rollouts) {
