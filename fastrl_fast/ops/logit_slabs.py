@@ -91,17 +91,32 @@ def forward(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     hidden [N, H] in `head.dtype`; targets [N]. A target outside the vocabulary leaves NaN in the last row.
     """
     n = hidden.shape[0]
-    sums = hidden.new_zeros(4, n)
-    sums[0] = -math.inf
-    sums[3] = math.nan
+    sums = start(hidden)
     rows_at_once, columns_at_once, buffer = _plan(n, head)
-    for columns in _slices(head.weight.shape[0], columns_at_once):
+    for columns in slices(head.weight.shape[0], columns_at_once):
         weight, bias = head.part(columns)
-        for rows in _slices(n, rows_at_once):
+        for rows in slices(n, rows_at_once):
             logits = _view(buffer, rows, columns)
             head.fill(logits, hidden[rows], weight, bias)
-            _fold(logits, targets[rows], columns.start, head.scale, sums[:, rows])
+            fold(logits, targets[rows], columns.start, head.scale, sums[:, rows])
     return sums
+
+
+def start(hidden: Tensor) -> Tensor:
+    """Return the sums [4, N] of rows that have met no logit yet."""
+    sums = hidden.new_zeros(4, hidden.shape[0])
+    sums[0] = -math.inf
+    sums[3] = math.nan
+    return sums
+
+
+def finish(sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the largest z, the log-sum, the target's logprob and the entropy of each row."""
+    row_max, sum_exp, sum_dexp, target_logit = sums.unbind()
+    log_sum = sum_exp.log()
+    # (z_y - max) first: both are exact to their own rounding, and their difference is small
+    logprobs = ((target_logit - row_max) - log_sum).clamp_(max=0)
+    return row_max, log_sum, logprobs, (log_sum - sum_dexp / sum_exp).clamp_(min=0)
 
 
 def backward(
@@ -120,14 +135,14 @@ def backward(
     if n == 0:
         return grad_hidden, grad_weight, grad_bias
     rows_at_once, columns_at_once, buffer = _plan(n, head)
-    for columns in _slices(head.weight.shape[0], columns_at_once):
+    for columns in slices(head.weight.shape[0], columns_at_once):
         weight, bias = head.part(columns)
         weight_sum = None if grad_weight is None else _sum_place(grad_weight[columns], head.dtype)
         bias_sum = weight.new_zeros(weight.shape[0], dtype=torch.float64)  # a plain sum over all rows
-        for rows in _slices(n, rows_at_once):
+        for rows in slices(n, rows_at_once):
             logits = _view(buffer, rows, columns)
             head.fill(logits, hidden[rows], weight, bias)
-            _differentiate(logits, targets[rows], columns.start, head, grads[rows])
+            differentiate(logits, targets[rows], columns.start, head, grads[rows])
             if grad_hidden is not None:
                 grad_hidden[rows].addmm_(logits, weight)
             if weight_sum is not None:
@@ -154,7 +169,7 @@ def _plan(rows: int, head: Head) -> tuple[int, int, Tensor]:
     return rows, columns, head.weight.new_empty(rows * columns, dtype=head.dtype)
 
 
-def _slices(total: int, step: int) -> Iterator[slice]:
+def slices(total: int, step: int) -> Iterator[slice]:
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
@@ -168,7 +183,7 @@ def _has_kernel(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
-def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tensor) -> None:
+def fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tensor) -> None:
     """Add a slab to the running sums [4, rows]."""
     rows, columns = logits.shape
     if _has_kernel(logits):
@@ -178,7 +193,7 @@ def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tenso
         )  # fmt: skip
         return
     old_max, old_sum, old_dsum, old_target = sums.unbind()
-    z = logits.mul_(scale)
+    z = logits * scale
     row_max = torch.maximum(old_max, z.amax(1))
     # -inf - -inf is NaN: a row that has met only -inf so far is measured from 0, and its old sums are 0 anyway
     origin = torch.where(row_max == -math.inf, 0, row_max)
@@ -193,7 +208,7 @@ def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tenso
     old_max.copy_(row_max)
 
 
-def _differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grads: Grads) -> None:
+def differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grads: Grads) -> None:
     """Overwrite a slab from `Head.fill` with the gradient of x = h . W_v + b_v."""
     slope = None if head.softcap is None else torch.addcmul(torch.ones_like(logits), logits, logits, value=-1)
     rows, columns = logits.shape
