@@ -17,7 +17,7 @@ import pytest
 import torch
 from numerics import assert_at_most_twice
 
-from fastrl_fast.ops import PRESETS, group_advantage, logit_slabs, reference, select_diverse, selection
+from fastrl_fast.ops import PRESETS, group_advantage, logit_chunks, logit_slabs, reference, select_diverse, selection
 
 EMULATOR = Path(__file__).parent / "emulator"
 sys.path.insert(0, str(EMULATOR))
@@ -29,6 +29,7 @@ from library import Library  # noqa: E402
 
 # The modules; `ops` holds the functions of the same names.
 packed_logprobs = importlib.import_module("fastrl_fast.ops.packed_logprobs")
+fused_policy_losses = importlib.import_module("fastrl_fast.ops.fused_policy_loss")
 policy_losses = importlib.import_module("fastrl_fast.ops.policy_loss")
 group_advantages = importlib.import_module("fastrl_fast.ops.group_advantage")
 STREAM = 77
@@ -228,6 +229,35 @@ def test_packed_logprobs_with_the_cuda_kernels(on_cuda, dtype, settings):
         assert x.dtype == dtype
         assert_at_most_twice(x, y, t)
     assert on_cuda.called == {"logit_fold_cuda", "logit_grad_cuda"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_policy_loss_with_the_cuda_kernels(on_cuda, dtype, monkeypatch):
+    monkeypatch.setitem(logit_chunks.CHUNK_ROWS, "cpu", 16)  # several chunks
+    make = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 24, generator=make).to(dtype)
+    weight = (torch.randn(303, 24, generator=make) / math.sqrt(24)).to(dtype)
+    targets, cu = torch.randint(303, (37,), generator=make), torch.tensor([0, 20, 21, 30, 37])
+    advantages, weights = torch.tensor([1.0, -1.0, 0.0, 0.5]), torch.rand(4, generator=make)
+    tensors = [x.as_subclass(CudaTensor) for x in (hidden, weight, targets)]
+    *ours, grad_bias = fused_policy_losses._forward(
+        *tensors, None, None, 1.0, None, 1.0, None, None, None, advantages, weights, None, cu,
+        0, 0, 0.2, 0.2, math.inf, 0.0, [True, True, False],
+    )  # fmt: skip
+
+    def parts(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        logprobs, entropy = reference.packed_logprobs(*leaves, targets, dtype=dtype)
+        loss, _ = reference.policy_loss(logprobs, advantages.to(dtype), weights.to(dtype), cu)
+        return [loss.detach(), logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
+
+    truth, torchs, low = parts(torch.float64), parts(torch.float32), parts(dtype)
+    names = ("loss", "logprobs", "entropy", "statistics", "grad_hidden", "grad_weight")
+    ours = [x for name, x in zip(names, ours, strict=True) if name != "statistics"]
+    for x, y, t in zip(ours, [*torchs[:3], *low[3:]], truth, strict=True):
+        assert_at_most_twice(x, y, t)
+    assert grad_bias.numel() == 0
+    assert on_cuda.called == {"logit_fold_cuda", "logit_grad_cuda", "policy_loss_cuda"}
 
 
 def test_select_diverse_with_the_cuda_kernel(on_cuda):

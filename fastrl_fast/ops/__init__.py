@@ -1,5 +1,6 @@
 """Operators on ragged arrays, with no notion of reinforcement learning: each is one compiled pass."""
 
+from fastrl_fast.ops.fused_policy_loss import fused_policy_loss
 from fastrl_fast.ops.group_advantage import PRESETS, group_advantage
 from fastrl_fast.ops.packed_logprobs import packed_logprobs
 from fastrl_fast.ops.policy_loss import PolicyLossStats, policy_loss
@@ -9,6 +10,7 @@ __all__ = [
     "PRESETS",
     "RULES",
     "PolicyLossStats",
+    "fused_policy_loss",
     "group_advantage",
     "packed_logprobs",
     "policy_loss",

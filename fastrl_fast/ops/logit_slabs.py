@@ -56,7 +56,7 @@ class Head:
 
     def fill(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Write x, or tanh(x * logit_scale / softcap), into `logits` [rows, columns]."""
-        _multiply(hidden, weight.t(), logits)
+        multiply(hidden, weight.t(), logits)
         if bias is not None:
             logits.add_(bias)
         if self.softcap is not None:
@@ -92,17 +92,32 @@ def forward(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     vocabulary leaves NaN in the last row.
     """
     n = hidden.shape[0]
-    sums = hidden.new_zeros(4, n, dtype=head.dtype)
-    sums[0] = -math.inf
-    sums[3] = math.nan
+    sums = start(hidden, head.dtype)
     rows_at_once, columns_at_once, buffer = _plan(n, head)
-    for columns in _slices(head.weight.shape[0], columns_at_once):
+    for columns in slices(head.weight.shape[0], columns_at_once):
         weight, bias = head.part(columns, hidden.dtype)
-        for rows in _slices(n, rows_at_once):
+        for rows in slices(n, rows_at_once):
             logits = _view(buffer, rows, columns)
             head.fill(logits, hidden[rows], weight, bias)
-            _fold(logits, targets[rows], columns.start, head.scale, sums[:, rows])
+            fold(logits, targets[rows], columns.start, head.scale, sums[:, rows])
     return sums
+
+
+def start(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums [4, N] in `dtype` of rows that have met no logit yet."""
+    sums = hidden.new_zeros(4, hidden.shape[0], dtype=dtype)
+    sums[0] = -math.inf
+    sums[3] = math.nan
+    return sums
+
+
+def finish(sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the largest z, the log-sum, the target's logprob and the entropy of each row."""
+    row_max, sum_exp, sum_dexp, target_logit = sums.unbind()
+    log_sum = sum_exp.log()
+    # (z_y - max) first: both are exact to their own rounding, and their difference is small
+    logprobs = ((target_logit - row_max) - log_sum).clamp_(max=0)
+    return row_max, log_sum, logprobs, (log_sum - sum_dexp / sum_exp).clamp_(min=0)
 
 
 def backward(
@@ -122,20 +137,20 @@ def backward(
     if n == 0:
         return grad_hidden, grad_weight, grad_bias
     rows_at_once, columns_at_once, buffer = _plan(n, head)
-    for columns in _slices(head.weight.shape[0], columns_at_once):
+    for columns in slices(head.weight.shape[0], columns_at_once):
         weight, bias = head.part(columns, hidden.dtype)
         weight_sum = None if grad_weight is None else _sum_place(grad_weight[columns], head.dtype)
         bias_sum = weight.new_zeros(weight.shape[0], dtype=torch.float64)  # a plain sum over all rows
-        for rows in _slices(n, rows_at_once):
+        for rows in slices(n, rows_at_once):
             logits = _view(buffer, rows, columns)
             head.fill(logits, hidden[rows], weight, bias)
-            slopes = _differentiate(logits, targets[rows], columns.start, head, grads[rows], hidden.dtype)
+            slopes = differentiate(logits, targets[rows], columns.start, head, grads[rows], hidden.dtype)
             if grad_hidden is not None:
-                _add_product(grad_hidden[rows], slopes, weight)
+                add_product(grad_hidden[rows], slopes, weight)
             if weight_sum is not None and rows.start == 0:
-                _multiply(slopes.t(), hidden[rows], weight_sum)
+                multiply(slopes.t(), hidden[rows], weight_sum)
             elif weight_sum is not None:
-                _add_product(weight_sum, slopes.t(), hidden[rows])
+                add_product(weight_sum, slopes.t(), hidden[rows])
             if grad_bias is not None:
                 bias_sum += slopes.sum(0, dtype=torch.float64)
         if grad_weight is not None and weight_sum is not None and weight_sum.dtype != grad_weight.dtype:
@@ -145,7 +160,7 @@ def backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write a b into `out`, summed in the dtype of `out`: that of a and b, or float32 over bfloat16 on CUDA."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
@@ -153,7 +168,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a b to `total`, summed in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -174,7 +189,7 @@ def _plan(rows: int, head: Head) -> tuple[int, int, Tensor]:
     return rows, columns, head.weight.new_empty(rows * columns, dtype=head.dtype)
 
 
-def _slices(total: int, step: int) -> Iterator[slice]:
+def slices(total: int, step: int) -> Iterator[slice]:
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
@@ -188,7 +203,7 @@ def _has_kernel(logits: Tensor) -> bool:
     return logits.dtype == torch.float32
 
 
-def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tensor) -> None:
+def fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tensor) -> None:
     """Add a slab to the running sums [4, rows]."""
     rows, columns = logits.shape
     if _has_kernel(logits):
@@ -201,7 +216,7 @@ def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tenso
             kernels.logit_fold_cpu(*arguments, torch.get_num_threads())
         return
     old_max, old_sum, old_dsum, old_target = sums.unbind()
-    z = logits.mul_(scale)
+    z = logits * scale
     row_max = torch.maximum(old_max, z.amax(1))
     # -inf - -inf is NaN: a row that has met only -inf so far is measured from 0, and its old sums are 0 anyway
     origin = torch.where(row_max == -math.inf, 0, row_max)
@@ -216,7 +231,7 @@ def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tenso
     old_max.copy_(row_max)
 
 
-def _differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grads: Grads, dtype: torch.dtype) -> Tensor:
+def differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grads: Grads, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x = h . W_v + b_v in `dtype`, given (and spoiling) a slab from `Head.fill`."""
     slope = None if head.softcap is None else torch.addcmul(torch.ones_like(logits), logits, logits, value=-1)
     rows, columns = logits.shape

@@ -68,21 +68,21 @@ def packed_logprobs(
 
     Source: design.md 4.1; online softmax after Milakov and Gimelshein, arXiv 1805.02867.
     """
-    _check_settings(temperature, softcap, logit_scale)
-    _check_tensors(hidden, weight, targets, row_index, bias)
+    check_settings(temperature, softcap, logit_scale)
+    check_tensors(hidden, weight, targets, row_index, bias)
     logprobs, entropies, _, _ = torch.ops.fastrl_fast.packed_logprobs(
         hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale), ignore_index, entropy
     )
     return logprobs, entropies
 
 
-def _check_settings(temperature: float, softcap: float | None, logit_scale: float) -> None:
+def check_settings(temperature: float, softcap: float | None, logit_scale: float) -> None:
     check(temperature > 0, f"temperature must be > 0, not {temperature}")
     check(softcap is None or softcap > 0, f"softcap must be > 0 or None, not {softcap}")
     check(logit_scale > 0, f"logit_scale must be > 0, not {logit_scale}")
 
 
-def _check_tensors(
+def check_tensors(
     hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, bias: Tensor | None
 ) -> None:
     for name, matrix in (("hidden", hidden), ("weight", weight)):
@@ -107,17 +107,25 @@ def _check_tensors(
     )
 
 
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def check_targets(targets: Tensor, weight: Tensor) -> None:
+    """On the CPU only: elsewhere it would synchronise."""
+    if targets.device.type == "cpu" and targets.numel():
+        low, high = int(targets.min()), int(targets.max())
+        vocabulary = weight.shape[0]
+        check(low >= 0 and high < vocabulary, f"targets must lie in [0, {vocabulary}), not in [{low}, {high}]")
+
+
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
-def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """What is multiplied: bfloat16 on a GPU, whose tensor cores sum its products in float32; else as computed."""
     on_tensor_cores = hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16
-    return torch.bfloat16 if on_tensor_cores else _compute_dtype(hidden, weight)
+    return torch.bfloat16 if on_tensor_cores else compute_dtype(hidden, weight)
 
 
-def _rows(hidden: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
+def gather_rows(hidden: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (hidden if row_index is None else hidden.index_select(0, row_index)).to(dtype).contiguous()
 
 
@@ -139,22 +147,15 @@ def _forward(
         settings = (bias, temperature, softcap, logit_scale, None, entropy)
         fewer = _forward(hidden, weight, targets[asked], row_index, *settings)
         return _spread(fewer, asked, targets.shape[0])
-    dtype = _compute_dtype(hidden, weight)
+    dtype = compute_dtype(hidden, weight)
     head = logit_slabs.Head(
         weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
     )
     targets = targets.contiguous()
-    if targets.device.type == "cpu" and targets.numel():
-        low, high = int(targets.min()), int(targets.max())
-        vocabulary = weight.shape[0]
-        check(low >= 0 and high < vocabulary, f"targets must lie in [0, {vocabulary}), not in [{low}, {high}]")
-    sums = logit_slabs.forward(_rows(hidden, row_index, _operand_dtype(hidden, weight)), targets, head)
-    row_max, sum_exp, sum_dexp, target_logit = sums.unbind()
-    log_sum = sum_exp.log()
-    # (z_y - max) first: both are exact to their own rounding, and their difference is small
-    logprobs = ((target_logit - row_max) - log_sum).clamp_(max=0)
-    entropies = (log_sum - sum_dexp / sum_exp).clamp_(min=0) if entropy else log_sum.new_empty(0)
-    return logprobs, entropies, row_max.clone(), log_sum
+    check_targets(targets, weight)
+    sums = logit_slabs.forward(gather_rows(hidden, row_index, operand_dtype(hidden, weight)), targets, head)
+    row_max, log_sum, logprobs, entropies = logit_slabs.finish(sums)
+    return logprobs, entropies if entropy else log_sum.new_empty(0), row_max.clone(), log_sum
 
 
 def _spread(
@@ -182,7 +183,7 @@ def _backward(
     entropy: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(hidden, weight)
+    dtype = compute_dtype(hidden, weight)
     head = logit_slabs.Head(
         weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
     )
@@ -201,19 +202,19 @@ def _backward(
     if asked.shape[0] < targets.shape[0]:
         row_index = asked if row_index is None else row_index[asked]
         targets, grads = targets[asked], grads[asked]
-    rows = _rows(hidden, row_index, _operand_dtype(hidden, weight))
+    rows = gather_rows(hidden, row_index, operand_dtype(hidden, weight))
     grad_rows, grad_weight, grad_bias = logit_slabs.backward(
         rows, targets.contiguous(), head, grads, (needs[0], needs[1], needs[2])
     )
     nothing = hidden.new_empty(0)
     return (
-        nothing if grad_rows is None else _scatter_rows(grad_rows, row_index, hidden),
+        nothing if grad_rows is None else scatter_rows(grad_rows, row_index, hidden),
         nothing.clone() if grad_weight is None else grad_weight,
         nothing.clone() if grad_bias is None else grad_bias,
     )
 
 
-def _scatter_rows(grad_rows: Tensor, row_index: Tensor | None, hidden: Tensor) -> Tensor:
+def scatter_rows(grad_rows: Tensor, row_index: Tensor | None, hidden: Tensor) -> Tensor:
     """Add the gradients of the gathered rows up where they came from, in a fixed order on either device."""
     if row_index is None:
         return grad_rows.to(hidden.dtype)
@@ -234,7 +235,7 @@ for _device in ("CPU", "CUDA"):
 def _fake_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype, entropy = _compute_dtype(hidden, weight), settings[-1]
+    dtype, entropy = compute_dtype(hidden, weight), settings[-1]
     per_target = [hidden.new_empty(targets.shape, dtype=dtype) for _ in range(4)]
     if not entropy:
         per_target[1] = hidden.new_empty(0, dtype=dtype)

@@ -100,9 +100,9 @@ def policy_loss(
     Source: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585;
         algorithms.md 3.8 to 3.11.
     """
-    _check_settings(ratio, clip, kl, clip_low, clip_high, dual_clip, kl_coef)
+    check_settings(ratio, clip, kl, clip_low, clip_high, dual_clip, kl_coef)
     given = (old_logprobs, ref_logprobs, rollout_logprobs)
-    _check_tensors(logprobs, advantages, weights, cu_targets, (*given, token_weights))
+    check_tensors(logprobs, advantages, weights, cu_targets, (*given, token_weights))
     check(kl_coef == 0 or ref_logprobs is not None, f"kl_coef = {kl_coef} needs ref_logprobs")
     loss, _, stats = torch.ops.fastrl_fast.policy_loss(
         logprobs, *given, advantages, weights, token_weights, cu_targets,
@@ -112,7 +112,7 @@ def policy_loss(
     return loss, PolicyLossStats(*stats.unbind())
 
 
-def _check_settings(
+def check_settings(
     ratio: str, clip: str, kl: str, clip_low: float, clip_high: float, dual_clip: float | None, kl_coef: float
 ) -> None:
     for name, value, allowed in (("ratio", ratio, RATIO_KINDS), ("clip", clip, CLIP_KINDS), ("kl", kl, KL_KINDS)):
@@ -122,7 +122,7 @@ def _check_settings(
     check(dual_clip is None or dual_clip > 1, f"dual_clip must be > 1 or None, not {dual_clip}")
 
 
-def _check_tensors(
+def check_tensors(
     logprobs: Tensor, advantages: Tensor, weights: Tensor, cu_targets: Tensor, given: tuple[Tensor | None, ...]
 ) -> None:
     check(
