@@ -7,7 +7,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/choose_rollouts.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/gradient_sketch.h"
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
 #include "kernels/policy_loss.h"
@@ -182,6 +184,34 @@ PYBIND11_MODULE(_fastrl_fast, m) {
           };
           is_double ? run(double{}) : run(float{});
         });
+
+  m.def("gradient_sketch_cpu", [](uintptr_t token_ids, uintptr_t logprobs, int64_t tokens, uintptr_t cu_seqlens,
+                                  int64_t rollouts, int64_t width, int64_t seed, uintptr_t sketch, int threads) {
+    const GradientSketchArgs args{
+        at<int64_t>(token_ids), at<float>(logprobs), at<int64_t>(cu_seqlens), rollouts, width, seed, at<float>(sketch)};
+    check_offsets("cu_seqlens", args.cu_seqlens, rollouts, tokens);
+    py::gil_scoped_release release;
+    cpu::gradient_sketch(args, threads);
+  });
+
+  m.def("choose_rollouts_cpu", [](uintptr_t vectors, uintptr_t advantages, int64_t rollouts, uintptr_t cu_group_sizes,
+                                  int64_t groups, int64_t width, int rule, int64_t k, int64_t seed, uintptr_t weights,
+                                  uintptr_t order, uintptr_t fidelity, int threads) {
+    const ChooseRolloutsArgs args{at<float>(vectors),
+                                  at<float>(advantages),
+                                  at<int64_t>(cu_group_sizes),
+                                  groups,
+                                  width,
+                                  static_cast<ChooseRule>(rule),
+                                  k,
+                                  seed,
+                                  at<float>(weights),
+                                  at<int64_t>(order),
+                                  at<double>(fidelity)};
+    check_offsets("cu_group_sizes", args.cu_group_sizes, groups, rollouts);
+    py::gil_scoped_release release;
+    cpu::choose_rollouts(args, threads);
+  });
 
 #ifdef FASTRL_WITH_CUDA
   m.attr("CUDA") = true;
