@@ -43,7 +43,8 @@ def walk(
     n = hidden.shape[0]
     logprobs, entropy = hidden.new_empty(n), hidden.new_empty(n)
     grad_rows = torch.zeros_like(hidden) if needs[0] else None
-    grad_weight = torch.zeros_like(head.weight, dtype=head.dtype) if needs[1] else None
+    grad_weight = torch.empty_like(head.weight, dtype=head.dtype) if needs[1] else None
+    written = False
     grad_bias = torch.zeros_like(head.bias, dtype=torch.float64) if needs[2] and head.bias is not None else None
     vocabulary, device = head.weight.shape[0], hidden.device.type
     most = max(1, min(CHUNK_ROWS[device], CHUNK_ELEMENTS[device] // vocabulary, n))
@@ -75,11 +76,14 @@ def walk(
             if grad_part is not None:
                 grad_part.addmm_(d, head.part(columns)[0])
             if grad_weight is not None:
-                grad_weight[columns].addmm_(d.t(), part)
+                grad_weight[columns].addmm_(d.t(), part, beta=int(written))
             if grad_bias is not None:
                 grad_bias[columns] += d.sum(0, dtype=torch.float64)
+        written = True
         if grad_rows is not None and grad_part is not None and not whole:
             grad_rows[rows].index_copy_(0, live, grad_part)
+    if grad_weight is not None and not written:
+        grad_weight.zero_()
     return Walk(logprobs, entropy, grad_rows, grad_weight, grad_bias)
 
 
