@@ -250,6 +250,14 @@ PYBIND11_MODULE(_fastrl_fast, m) {
     check_cuda("logit_grad", cuda::logit_grad(args, at<void>(grad_bf16), at<void>(stream)));
   });
 
+  m.def("gradient_sketch_cuda", [](uintptr_t token_ids, uintptr_t logprobs, int64_t, uintptr_t cu_seqlens,
+                                   int64_t rollouts, int64_t width, int64_t seed, uintptr_t sketch, uintptr_t stream) {
+    const NvtxRange range{"gradient_sketch"};
+    const GradientSketchArgs args{
+        at<int64_t>(token_ids), at<float>(logprobs), at<int64_t>(cu_seqlens), rollouts, width, seed, at<float>(sketch)};
+    check_cuda("gradient_sketch", cuda::gradient_sketch(args, at<void>(stream)));
+  });
+
   m.def("policy_loss_cuda",
         [](bool is_double, int64_t, uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
            uintptr_t advantages, uintptr_t weights, uintptr_t token_weights, uintptr_t cu_targets, int64_t sequences,

@@ -26,6 +26,7 @@ REGISTERS = {
     # bound by memory: 2048 threads a multiprocessor hide its latency, and 65536 / 2048 = 32; 40 leave 1536
     "logit_fold_kernel": 40,
     "logit_grad_kernel": 40,
+    "gradient_sketch_kernel": 48,
     # float64 throughout, seldom more than a few thousand blocks of 128; 64 leave 1024 threads
     "policy_loss_sequence_kernel": 64,
     "policy_loss_total_kernel": 64,

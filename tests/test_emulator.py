@@ -17,7 +17,17 @@ import pytest
 import torch
 from numerics import assert_at_most_twice
 
-from fastrl_fast.ops import PRESETS, group_advantage, logit_chunks, logit_slabs, reference, select_diverse, selection
+from fastrl_fast.ops import (
+    PRESETS,
+    gradient_sketch,
+    group_advantage,
+    logit_chunks,
+    logit_slabs,
+    reference,
+    select_diverse,
+    selection,
+)
+from fastrl_fast.ops._lib import kernels as compiled
 
 EMULATOR = Path(__file__).parent / "emulator"
 sys.path.insert(0, str(EMULATOR))
@@ -30,6 +40,7 @@ from library import Library  # noqa: E402
 # The modules; `ops` holds the functions of the same names.
 packed_logprobs = importlib.import_module("fastrl_fast.ops.packed_logprobs")
 fused_policy_losses = importlib.import_module("fastrl_fast.ops.fused_policy_loss")
+gradient_sketches = importlib.import_module("fastrl_fast.ops.gradient_sketch")
 policy_losses = importlib.import_module("fastrl_fast.ops.policy_loss")
 group_advantages = importlib.import_module("fastrl_fast.ops.group_advantage")
 STREAM = 77
@@ -96,6 +107,14 @@ def test_selection_is_that_of_the_cpu(library, rule, schedule):
             assert torch.equal(x, torch.from_numpy(y))
 
 
+@SCHEDULES
+def test_gradient_sketch_has_the_bits_of_the_cpu(library, schedule):
+    library.configure(**schedule)
+    tokens, logprobs, cu = checks.sketch_case([3, 700, 0, 256, 999], 1)
+    here = gradient_sketch(*map(torch.from_numpy, (tokens, logprobs, cu)), width=128, seed=3)
+    assert torch.equal(here, torch.from_numpy(library.gradient_sketch(tokens, logprobs, cu, width=128, seed=3)))
+
+
 def test_the_order_of_threads_changes_no_bit(library):
     results = []
     for schedule in checks.SCHEDULES:
@@ -129,7 +148,10 @@ def test_offsets_above_32_bits(library):
 class Kernels:
     """The compiled module as fastrl_fast.ops knows it, with the emulated CUDA kernels."""
 
+    gradient_sketch_cpu = staticmethod(compiled.gradient_sketch_cpu)
+
     CUDA = True
+    POLICY_LOSS_STATS = 10
 
     def __init__(self, library):
         self.library, self.called = library, set()
@@ -153,11 +175,12 @@ class Kernels:
     def select_diverse_workspace(self, tokens, rollouts):
         return 5 * tokens + rollouts
 
+    def gradient_sketch_cuda(self, *arguments):
+        self._call("gradient_sketch_cuda", *arguments)
+
     def policy_loss_cuda(self, *arguments):
         typed = [*arguments[:11], *map(ctypes.c_int, arguments[11:14]), *map(ctypes.c_double, arguments[14:18])]
         self._call("policy_loss_cuda", *typed, *arguments[18:])
-
-    POLICY_LOSS_STATS = 10
 
     def group_advantage_cuda(self, rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, *rest):
         arguments = (rewards, cu, groups, divide_by_std, leave_one_out, ctypes.c_int(ddof), ctypes.c_double(eps))
@@ -187,7 +210,7 @@ def on_cuda(library, monkeypatch):
     torch_mm = torch.mm
     library.configure(seed=1, resident=2)
     kernels = Kernels(library)
-    for module in (logit_slabs, selection, group_advantages, policy_losses):
+    for module in (logit_slabs, selection, group_advantages, policy_losses, gradient_sketches):
         monkeypatch.setattr(module, "kernels", kernels)
         monkeypatch.setattr(module, "cuda_stream", cuda_stream)
     monkeypatch.setattr(torch, "mm", mm)
@@ -280,6 +303,13 @@ def test_policy_loss_with_the_cuda_kernel(on_cuda, ratio):
     assert on_cuda.called == {"policy_loss_cuda"}
 
 
+def test_gradient_sketch_with_the_cuda_kernel(on_cuda):
+    case = [torch.from_numpy(x) for x in checks.sketch_case([3, 700, 256], 1)]
+    expected = gradient_sketch(*case, width=128, seed=3)
+    ours = gradient_sketches._forward(*(x.as_subclass(CudaTensor) for x in case), 128, 3)
+    assert torch.equal(ours, expected) and on_cuda.called == {"gradient_sketch_cuda"}
+
+
 def test_group_advantage_with_the_cuda_kernel(on_cuda):
     rewards, cu = map(torch.from_numpy, checks.reward_case([8, 3, 40]))
     ours, dead = group_advantages._cuda(rewards, cu, True, False, 1, 1e-6)
@@ -351,4 +381,4 @@ def test_a_faulty_launch_is_an_error(faulty):
 def test_deleting_any_barrier_makes_a_check_fail():
     done = run_python("plain", "delete_barriers.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("without its barrier") >= 9, done.stdout
+    assert done.stdout.count("without its barrier") >= 11, done.stdout

@@ -25,7 +25,10 @@ struct GradientSketchArgs {
 };
 
 // splitmix64's finaliser: every bit of the answer depends on every bit of x.
-inline uint64_t mix_bits(uint64_t x) {
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+    inline uint64_t mix_bits(uint64_t x) {
   x += 0x9e3779b97f4a7c15ull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
@@ -35,5 +38,9 @@ inline uint64_t mix_bits(uint64_t x) {
 namespace cpu {
 void gradient_sketch(const GradientSketchArgs& args, int num_threads);
 }
+namespace cuda {
+// Asynchronous on `stream` (a cudaStream_t); pointers are device pointers. Returns a cudaError_t.
+int gradient_sketch(const GradientSketchArgs& args, void* stream);
+}  // namespace cuda
 
 }  // namespace fastrl

@@ -7,6 +7,8 @@ from fastrl_fast.ops.group_advantage import PRESETS, group_advantage
 from fastrl_fast.ops.packed_logprobs import packed_logprobs
 from fastrl_fast.ops.policy_loss import PolicyLossStats, policy_loss
 from fastrl_fast.ops.selection import RULES, select_diverse
+from fastrl_fast.ops.sequence_sums import sequence_sums
+from fastrl_fast.ops.sharded_logprobs import Shard, sharded_logprobs
 
 __all__ = [
     "CHOICES",
@@ -14,6 +16,7 @@ __all__ = [
     "RULES",
     "Choice",
     "PolicyLossStats",
+    "Shard",
     "choose_rollouts",
     "fused_policy_loss",
     "gradient_sketch",
@@ -22,4 +25,6 @@ __all__ = [
     "packed_logprobs",
     "policy_loss",
     "select_diverse",
+    "sequence_sums",
+    "sharded_logprobs",
 ]

@@ -213,9 +213,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _gradient(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     results: list[Tensor | None] = [None] * 22
     if grad_loss is not None:
+        # The usual upstream 1 is worth looking at: the product would be one more tensor of the weight's size.
+        is_one = type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and bool(grad_loss == 1)
         for place, needed, gradient in zip((0, 1, 4), ctx.needs, ctx.saved_tensors, strict=True):
             if needed:
-                results[place] = gradient * grad_loss.to(gradient.dtype)
+                results[place] = gradient if is_one else gradient * grad_loss.to(gradient.dtype)
     return tuple(results)
 
 

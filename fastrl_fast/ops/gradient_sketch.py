@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import check, kernels, library
+from fastrl_fast.ops._lib import check, cuda_stream, kernels, library
 
 library.define("gradient_sketch(Tensor token_ids, Tensor logprobs, Tensor cu_seqlens, int width, int seed) -> Tensor")
 
@@ -16,10 +16,10 @@ def gradient_sketch(
     This is the gradient of the rollout's log-probability along the logits with hidden states and the other tokens'
     small terms left out; it costs no forward pass. Inner products of sketches estimate those of the vectors without
     bias, with a standard error of about |a| |b| / sqrt(width). 1 - pi_t is rounded to multiples of 1/1024, which makes
-    the sums exact: every machine and thread count gives the same bits.
+    the sums exact: every machine, device and thread count gives the same bits.
 
     Args:
-        token_ids: [T] int64, completions back to back, on the CPU like all inputs.
+        token_ids: [T] int64, completions back to back, on the CPU or on CUDA like all inputs.
         logprobs: [T] float32, of each token in the distribution it was sampled from; above 0 counts as 0.
         cu_seqlens: [N + 1] int64, offsets of the completions.
         width: a power of two in [2, 2^20].
@@ -29,7 +29,8 @@ def gradient_sketch(
         [N, width] float32; a rollout with a NaN logprob has NaN in its first bucket, which keeps it from being chosen.
 
     Raises:
-        ValueError: width or seed out of range, tensors that do not fit or are not on the CPU.
+        ValueError: width or seed out of range, tensors that do not fit or are not on one device; on the CPU also
+            offsets that do not cut the tokens into completions.
 
     Source: design.md 4.3; signed hashing after Weinberger et al., arXiv 0902.2206.
     """
@@ -41,9 +42,9 @@ def gradient_sketch(
         ("cu_seqlens", cu_seqlens, torch.int64),
     ):
         check(
-            tensor.ndim == 1 and tensor.dtype == dtype and tensor.device.type == "cpu",
-            f"{name} must be one-dimensional {dtype} on the CPU, not {list(tensor.shape)} {tensor.dtype} "
-            f"{tensor.device}",
+            tensor.ndim == 1 and tensor.dtype == dtype and tensor.device == token_ids.device,
+            f"{name} must be one-dimensional {dtype} on the device of token_ids, "
+            f"not {list(tensor.shape)} {tensor.dtype} {tensor.device}",
         )
     check(cu_seqlens.shape[0] >= 1, "cu_seqlens must hold at least the 0 it starts with")
     tokens = token_ids.shape[0]
@@ -56,14 +57,20 @@ def _fake(token_ids: Tensor, logprobs: Tensor, cu_seqlens: Tensor, width: int, s
     return logprobs.new_empty(cu_seqlens.shape[0] - 1, width)
 
 
-def _cpu(token_ids: Tensor, logprobs: Tensor, cu_seqlens: Tensor, width: int, seed: int) -> Tensor:
+def _forward(token_ids: Tensor, logprobs: Tensor, cu_seqlens: Tensor, width: int, seed: int) -> Tensor:
     token_ids, logprobs, cu_seqlens = token_ids.contiguous(), logprobs.detach().contiguous(), cu_seqlens.contiguous()
     sketch = _fake(token_ids, logprobs, cu_seqlens, width, seed)
-    kernels.gradient_sketch_cpu(
+    arguments = (
         token_ids.data_ptr(), logprobs.data_ptr(), token_ids.shape[0], cu_seqlens.data_ptr(), sketch.shape[0],
-        width, seed, sketch.data_ptr(), torch.get_num_threads(),
+        width, seed, sketch.data_ptr(),
     )  # fmt: skip
+    if token_ids.is_cuda:
+        with cuda_stream(token_ids) as stream:
+            kernels.gradient_sketch_cuda(*arguments, stream)
+    else:
+        kernels.gradient_sketch_cpu(*arguments, torch.get_num_threads())
     return sketch
 
 
-library.impl("gradient_sketch", _cpu, "CPU")
+library.impl("gradient_sketch", _forward, "CPU")
+library.impl("gradient_sketch", _forward, "CUDA")

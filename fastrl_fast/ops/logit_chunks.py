@@ -44,7 +44,8 @@ def walk(
     n = hidden.shape[0]
     logprobs, entropy = hidden.new_empty(2, n, dtype=head.dtype)
     grad_rows = torch.zeros_like(hidden, dtype=head.dtype) if needs[0] else None
-    grad_weight = torch.zeros_like(head.weight, dtype=head.dtype) if needs[1] else None
+    grad_weight = torch.empty_like(head.weight, dtype=head.dtype) if needs[1] else None
+    written = False
     grad_bias = torch.zeros_like(head.bias, dtype=torch.float64) if needs[2] and head.bias is not None else None
     vocabulary, device = head.weight.shape[0], hidden.device.type
     most = max(1, min(CHUNK_ROWS[device], CHUNK_ELEMENTS[device] // vocabulary, n))
@@ -77,12 +78,17 @@ def walk(
             d = logit_slabs.differentiate(kept_logits, y, columns.start, head, grads, part.dtype)
             if grad_part is not None:
                 logit_slabs.add_product(grad_part, d, head.part(columns, part.dtype)[0])
-            if grad_weight is not None:
+            if grad_weight is not None and written:
                 logit_slabs.add_product(grad_weight[columns], d.t(), part)
+            elif grad_weight is not None:
+                logit_slabs.multiply(d.t(), part, grad_weight[columns])
             if grad_bias is not None:
                 grad_bias[columns] += d.sum(0, dtype=torch.float64)
+        written = True
         if grad_rows is not None and grad_part is not None and not whole:
             grad_rows[rows].index_copy_(0, live, grad_part)
+    if grad_weight is not None and not written:
+        grad_weight.zero_()
     return Walk(logprobs, entropy, grad_rows, grad_weight, grad_bias)
 
 

@@ -259,6 +259,41 @@ def check_policy_loss(library: Library) -> None:
     assert len(stats) == POLICY_STATS
 
 
+# --- gradient_sketch ---------------------------------------------------------------------------------------------
+
+
+def sketch_case(lengths: list[int], seed: int) -> tuple[Array, Array, Array]:
+    make = np.random.default_rng(seed)
+    tokens = make.integers(0, 50, sum(lengths))
+    logprobs = -make.exponential(2.0, len(tokens)).astype(np.float32)
+    logprobs[::7], logprobs[3::11] = 0.0, -np.inf
+    return tokens, logprobs, offsets(lengths)
+
+
+def mix_bits(x: int) -> int:
+    """The finaliser of splitmix64."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
+
+
+def check_gradient_sketch(library: Library) -> None:
+    for width, lengths in itertools.product((2, 64, 1024), ([], [0, 1], [3, 700, 0, 256])):
+        tokens, logprobs, cu = sketch_case(lengths, width)
+        if len(lengths) > 1:
+            logprobs[0] = np.nan
+        truth = np.zeros((len(lengths), width))
+        for i, (begin, end) in enumerate(itertools.pairwise(cu.tolist())):
+            for token, logprob in zip(tokens[begin:end].tolist(), logprobs[begin:end].tolist(), strict=True):
+                h = mix_bits(token + 5)
+                miss = 0.0 if math.isnan(logprob) else 1 - math.exp(logprob)
+                truth[i, h >> (65 - width.bit_length())] += (-1) ** (h & 1) * math.floor(miss * 1024 + 0.5) / 1024
+            truth[i, 0] = np.nan if np.isnan(logprobs[begin:end]).any() else truth[i, 0]
+        ours = library.gradient_sketch(tokens, logprobs, cu, width=width, seed=5)
+        np.testing.assert_array_equal(ours, truth)
+
+
 # --- selection ---------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +366,7 @@ def check_selection(library: Library) -> None:
 CHECKS: dict[str, list[Callable[[Library], None]]] = {
     "group_advantage": [check_group_advantage],
     "packed_logprobs": [check_logit_fold, check_logit_fold_faults, check_logit_grad],
+    "gradient_sketch": [check_gradient_sketch],
     "policy_loss": [check_policy_loss],
     "selection": [check_selection],
 }

@@ -72,6 +72,12 @@ class Library:
             return slab[:, :cols]
         return (rounded.astype(np.uint32) << 16).view(np.float32)
 
+    def gradient_sketch(self, tokens: Array, logprobs: Array, cu_seqlens: Array, *, width: int, seed: int) -> Array:
+        sketch = np.full((len(cu_seqlens) - 1, width), np.nan, np.float32)
+        arguments = (tokens, logprobs, len(tokens), cu_seqlens, len(sketch), width, seed, sketch)
+        self.call("gradient_sketch_cuda", *arguments)
+        return sketch
+
     def policy_loss(self, tokens: Sequence[Array | None], cu: Array, settings: PolicySettings) -> tuple[Array, ...]:
         """Return loss [1], gradient [N] and statistics; tokens holds the seven arrays of PolicyLossArgs in order."""
         logprobs, sequences = tokens[0], len(cu) - 1

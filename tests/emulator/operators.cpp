@@ -1,5 +1,6 @@
 // The CUDA operators behind a C interface for ctypes: the parameters of the functions in csrc/bindings.cpp, less the
 // stream.
+#include "kernels/gradient_sketch.h"
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
 #include "kernels/policy_loss.h"
@@ -26,6 +27,11 @@ int logit_grad_cuda(float* logits, int64_t rows, int64_t cols, int64_t stride, i
                     const float* entropy, const float* grad_logprobs, const float* grad_entropy, void* grad_bf16) {
   const LogitSlab slab{rows, cols, stride, vocab_begin, targets, scale};
   return cuda::logit_grad({slab, logits, row_max, log_sum, entropy, grad_logprobs, grad_entropy}, grad_bf16, nullptr);
+}
+
+int gradient_sketch_cuda(const int64_t* token_ids, const float* logprobs, int64_t, const int64_t* cu_seqlens,
+                         int64_t rollouts, int64_t width, int64_t seed, float* sketch) {
+  return cuda::gradient_sketch({token_ids, logprobs, cu_seqlens, rollouts, width, seed, sketch}, nullptr);
 }
 
 int policy_loss_cuda(bool is_double, int64_t, const void* logprobs, const void* old, const void* ref,
