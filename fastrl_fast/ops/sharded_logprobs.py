@@ -92,7 +92,7 @@ class _Sharded(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, local, row_index, row_max, log_sum, entropy = ctx.saved_tensors
         head = _head(hidden, weight, bias, ctx.settings)
         grads = logit_slabs.Grads(
