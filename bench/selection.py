@@ -1,6 +1,7 @@
 """select_diverse and choose_rollouts against Python sets and vectorised PyTorch."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import timing
@@ -23,9 +24,9 @@ def answers(groups: int, size: int, length: int) -> tuple[Tensor, Tensor, Tensor
 def python_sets(tokens: Tensor, cu_seqlens: Tensor, cu_groups: Tensor, classes: Tensor, *, tau: float) -> list[bool]:
     """MDAP as published code has it: a set per answer, an intersection per pair."""
     ids, cuts, borders, labels = tokens.tolist(), cu_seqlens.tolist(), cu_groups.tolist(), classes.tolist()
-    sets = [set(ids[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    sets = [set(ids[a:b]) for a, b in pairwise(cuts)]
     kept = [False] * len(sets)
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         for i in range(begin, end):
             others = [j for j in range(begin, i) if kept[j] and labels[j] == labels[i]]
             kept[i] = all(1 - len(sets[i] & sets[j]) / len(sets[i] | sets[j]) >= tau for j in others)

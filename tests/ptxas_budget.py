@@ -21,7 +21,7 @@ FLAGS = [
 ]  # fmt: skip
 
 REGISTERS = {
-    # 64 threads a block, at most a few thousand of them: nothing to gain below 64
+    # at most a few hundred blocks of 128: nothing to gain below 64
     "group_advantage_kernel": 64,
     # bound by memory: 2048 threads a multiprocessor hide its latency, and 65536 / 2048 = 32; 40 leave 1536
     "logit_fold_kernel": 40,

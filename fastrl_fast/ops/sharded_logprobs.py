@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from fastrl_fast.ops import logit_slabs
-from fastrl_fast.ops.packed_logprobs import check_settings, check_tensors, compute_dtype, gather_rows, scatter_rows
+from fastrl_fast.ops.packed_logprobs import (
+    check_settings,
+    check_tensors,
+    compute_dtype,
+    gather_rows,
+    operand_dtype,
+    scatter_rows,
+)
 
 Exchange = Callable[[Tensor], Tensor]
 
@@ -85,14 +92,14 @@ class _Sharded(torch.autograd.Function):
         settings: tuple[float, float | None, float],
     ) -> tuple[Tensor, Tensor]:
         head, local = _head(hidden, weight, bias, settings), (targets - shard.vocab_begin).contiguous()
-        own = logit_slabs.forward(gather_rows(hidden, row_index, head.dtype), local, head)
+        own = logit_slabs.forward(gather_rows(hidden, row_index, operand_dtype(hidden, weight)), local, head)
         row_max, log_sum, logprobs, entropy = logit_slabs.finish(merge(shard.gather(own)))
         ctx.save_for_backward(hidden, weight, bias, local, row_index, row_max, log_sum, entropy)
         ctx.shard, ctx.settings = shard, settings
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, local, row_index, row_max, log_sum, entropy = ctx.saved_tensors
         head = _head(hidden, weight, bias, ctx.settings)
         grads = logit_slabs.Grads(
@@ -103,7 +110,7 @@ class _Sharded(torch.autograd.Function):
             upstream_entropy=grad_entropy.to(head.dtype).contiguous(),
         )
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        rows = gather_rows(hidden, row_index, head.dtype)
+        rows = gather_rows(hidden, row_index, operand_dtype(hidden, weight))
         grad_rows, grad_weight, grad_bias = logit_slabs.backward(rows, local, head, grads, needs)
         grad_hidden = None
         if grad_rows is not None:

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/cpu/lanes.h"
 #include "kernels/cpu/parallel.h"
 #include "kernels/gradient_sketch.h"
 
@@ -14,13 +15,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 double dot(const float* a, const float* b, int64_t n) {
-  double lanes[4] = {0, 0, 0, 0};
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    for (int k = 0; k < 4; ++k) lanes[k] += static_cast<double>(a[i + k]) * static_cast<double>(b[i + k]);
-  }
-  for (int k = 0; i < n; ++i, ++k) lanes[k] += static_cast<double>(a[i]) * static_cast<double>(b[i]);
-  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+  return lane_sum(n, [=](int64_t i) { return static_cast<double>(a[i]) * static_cast<double>(b[i]); });
 }
 
 // The members of one group: inner products of their vectors, and the choice.

@@ -3,41 +3,52 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/cpu/lanes.h"
 #include "kernels/cpu/parallel.h"
 
 namespace fastrl::cpu {
 namespace {
 
 struct Moments {
-  int64_t n = 0;
-  double mean = 0, m2 = 0;
-  double min = std::numeric_limits<double>::infinity(), max = -std::numeric_limits<double>::infinity();
-
-  void add(double r) {
-    ++n;
-    const double delta = r - mean;
-    mean += delta / static_cast<double>(n);
-    m2 += delta * (r - mean);
-    min = std::fmin(min, r);
-    max = std::fmax(max, r);
-  }
+  double n, mean, m2;  // how many, their mean, sum (r - mean)^2
+  bool all_equal;
 };
 
+// Two passes are as exact as Welford's one, and have no chain of divisions; the second takes off what the rounding of
+// the mean added.
+Moments moments_of(const double* rewards, int64_t count) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto graded = [rewards](int64_t i, double x) { return rewards[i] == rewards[i] ? x : 0.0; };
+  const double n = lane_sum(count, [&](int64_t i) { return graded(i, 1.0); });
+  const double mean = lane_sum(count, [&](int64_t i) { return graded(i, rewards[i]); }) / n;
+  const double max = lane_max(count, -kInfinity, [&](int64_t i) { return rewards[i]; });
+  const double min = -lane_max(count, -kInfinity, [&](int64_t i) { return -rewards[i]; });
+  const double rest = lane_sum(count, [&](int64_t i) { return graded(i, rewards[i] - mean); });
+  const double square = lane_sum(count, [&](int64_t i) {
+    const double d = graded(i, rewards[i] - mean);
+    return d * d;
+  });
+  return {n, mean, square - rest * rest / n, min == max};
+}
+
 void one_group(const GroupAdvantageArgs& args, int64_t g) {
-  const int64_t begin = args.cu_group_sizes[g], end = args.cu_group_sizes[g + 1];
-  Moments moments;
-  for (int64_t i = begin; i < end; ++i) {
-    if (!std::isnan(args.rewards[i])) moments.add(args.rewards[i]);
-  }
-  const bool dead = moments.n < 2 || moments.min == moments.max;
+  const int64_t begin = args.cu_group_sizes[g], count = args.cu_group_sizes[g + 1] - begin;
+  const double* rewards = args.rewards + begin;
+  float* advantages = args.advantages + begin;
+  const Moments moments = moments_of(rewards, count);
+  const bool dead = moments.n < 2 || moments.all_equal;
   args.dead[g] = dead;
-  const double n = static_cast<double>(moments.n);
-  double divisor = 1;
-  if (!dead && args.divide_by_std) divisor = std::sqrt(moments.m2 / (n - args.ddof)) + args.eps;
-  if (!dead && args.leave_one_out) divisor = (n - 1) / n;
-  for (int64_t i = begin; i < end; ++i) {
-    const bool teaches = !dead && !std::isnan(args.rewards[i]);
-    args.advantages[i] = teaches ? static_cast<float>((args.rewards[i] - moments.mean) / divisor) : 0.0f;
+  if (dead) {
+    for (int64_t i = 0; i < count; ++i) advantages[i] = 0;
+    return;
+  }
+  double factor = 1;
+  if (args.divide_by_std) factor = 1 / (std::sqrt(moments.m2 / (moments.n - args.ddof)) + args.eps);
+  if (args.leave_one_out) factor = moments.n / (moments.n - 1);
+  const double mean = moments.mean;
+  for (int64_t i = 0; i < count; ++i) {
+    const double r = rewards[i], a = (r - mean) * factor;
+    advantages[i] = static_cast<float>(r == r ? a : 0.0);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kernels/cpu/lanes.h"
 #include "kernels/cpu/parallel.h"
 
 namespace fastrl::cpu {
@@ -64,33 +65,6 @@ inline Exponential<float> exponential(float x) {
   return {value, small ? r + above_line : value - 1.0f, small ? above_line : (value - 1.0f) - x};
 }
 
-// Sums in four lanes: a fixed order that needs no long chain of additions.
-template <class Term>
-double sum(int64_t n, const Term& term) {
-  double lanes[4] = {0, 0, 0, 0};
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    for (int k = 0; k < 4; ++k) lanes[k] += term(i + k);
-  }
-  for (int k = 0; i < n; ++i, ++k) lanes[k] += term(i);
-  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
-}
-
-// The largest term, or -inf; NaN is passed over.
-template <class Real, class Term>
-Real largest(int64_t n, const Term& term) {
-  Real lanes[4];
-  for (Real& lane : lanes) lane = -std::numeric_limits<Real>::infinity();
-  const auto take = [&](int k, Real x) { lanes[k] = x > lanes[k] ? x : lanes[k]; };
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    for (int k = 0; k < 4; ++k) take(k, term(i + k));
-  }
-  for (int k = 0; i < n; ++i, ++k) take(k, term(i));
-  for (int k = 1; k < 4; ++k) take(0, lanes[k]);
-  return lanes[0];
-}
-
 template <class Real>
 class Sequence {
  public:
@@ -115,9 +89,9 @@ class Sequence {
     double log_ratios = 0, weights = 0, length = 0;
     for (int64_t at = begin; at < end_; at += kTile) {
       load(at);
-      log_ratios += sum(n_, [&](int64_t i) { return static_cast<double>(log_ratio_[i]); });
-      weights += sum(n_, [&](int64_t i) { return static_cast<double>(weight_[i]); });
-      length += sum(n_, [&](int64_t i) { return static_cast<double>(weight_[i] != 0); });
+      log_ratios += lane_sum(n_, [&](int64_t i) { return static_cast<double>(log_ratio_[i]); });
+      weights += lane_sum(n_, [&](int64_t i) { return static_cast<double>(weight_[i]); });
+      length += lane_sum(n_, [&](int64_t i) { return static_cast<double>(weight_[i] != 0); });
     }
     common_ratio_ = static_cast<Real>(std::exp(length > 0 ? log_ratios / length : 0.0));
     share_ = static_cast<Real>(weights / length);
@@ -227,7 +201,7 @@ class Sequence {
         add(i, e.minus_line, -e.minus_one);
       }
     }
-    sums_.stats[kKlSum] += sum(n_, [&](int64_t i) { return static_cast<double>(kl_[i]); });
+    sums_.stats[kKlSum] += lane_sum(n_, [&](int64_t i) { return static_cast<double>(kl_[i]); });
   }
 
   void count(int64_t at) {
@@ -244,16 +218,16 @@ class Sequence {
     }
     // both sides of a choice are read first: a load inside a condition would keep the loop from being vector code
     const auto unless_masked = [this](int64_t i, Real x, Real otherwise) { return weight_[i] != 0 ? x : otherwise; };
-    sums_.loss += sum(n_, [&](int64_t i) {
+    sums_.loss += lane_sum(n_, [&](int64_t i) {
       return static_cast<double>(weight_[i]) * static_cast<double>(unless_masked(i, value_[i], 0));
     });
     stats[kTokens] += live;
     if (advantage_ < 0) stats[kClippedLow] += below;
     if (advantage_ > 0) stats[kClippedHigh] += above;
     if (advantage_ < 0 && ppo_) stats[kClippedDual] += dual;
-    stats[kRatioSum] += sum(n_, [&](int64_t i) { return static_cast<double>(unless_masked(i, ratio_[i], 0)); });
-    const double most = largest<Real>(n_, [&](int64_t i) { return unless_masked(i, ratio_[i], -infinity); });
-    const double least = -largest<Real>(n_, [&](int64_t i) { return unless_masked(i, -ratio_[i], -infinity); });
+    stats[kRatioSum] += lane_sum(n_, [&](int64_t i) { return static_cast<double>(unless_masked(i, ratio_[i], 0)); });
+    const double most = lane_max(n_, -infinity, [&](int64_t i) { return unless_masked(i, ratio_[i], -infinity); });
+    const double least = -lane_max(n_, -infinity, [&](int64_t i) { return unless_masked(i, -ratio_[i], -infinity); });
     stats[kRatioMax] = most > stats[kRatioMax] ? most : stats[kRatioMax];
     stats[kRatioMin] = least < stats[kRatioMin] ? least : stats[kRatioMin];
     if (args_.rollout_logprobs == nullptr) return;
@@ -262,8 +236,8 @@ class Sequence {
       const Real gap = std::abs(logprob_[i] - rollout[i]);
       gap_[i] = weight_[i] != 0 ? gap : Real(0);
     }
-    stats[kGapSum] += sum(n_, [&](int64_t i) { return static_cast<double>(gap_[i]); });
-    const double gap = largest<Real>(n_, [&](int64_t i) { return unless_masked(i, gap_[i], -infinity); });
+    stats[kGapSum] += lane_sum(n_, [&](int64_t i) { return static_cast<double>(gap_[i]); });
+    const double gap = lane_max(n_, -infinity, [&](int64_t i) { return unless_masked(i, gap_[i], -infinity); });
     stats[kGapMax] = gap > stats[kGapMax] ? gap : stats[kGapMax];
   }
 
