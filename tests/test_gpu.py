@@ -6,7 +6,17 @@ import pytest
 import torch
 from numerics import assert_at_most_twice
 
-from fastrl_fast.ops import PRESETS, RULES, group_advantage, packed_logprobs, policy_loss, reference, select_diverse
+from fastrl_fast.ops import (
+    PRESETS,
+    RULES,
+    fused_policy_loss,
+    gradient_sketch,
+    group_advantage,
+    packed_logprobs,
+    policy_loss,
+    reference,
+    select_diverse,
+)
 from fastrl_fast.ops.policy_loss import CLIP_KINDS, RATIO_KINDS
 
 pytestmark = [
@@ -30,7 +40,7 @@ def value_and_gradients(function, hidden, weight, targets, upstream, settings):
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     outputs = function(*leaves, targets, **settings)
     upstream = [u.to(outputs[0].dtype) for u in upstream]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +94,36 @@ def test_policy_loss_is_that_of_the_cpu(ratio, clip):
     there, stats_there = policy_loss(*on_gpu(*case), old_logprobs=old.cuda(), ref_logprobs=ref.cuda(), **settings)
     for x, y in zip((here, *stats), (there, *stats_there), strict=True):
         torch.testing.assert_close(y.cpu(), x, rtol=1e-12, atol=0)
+
+
+def test_gradient_sketch_has_the_bits_of_the_cpu():
+    make = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 2000, (300,), generator=make)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tokens = torch.randint(0, 150_000, (int(cu_seqlens[-1]),), generator=make)
+    case = (tokens, torch.rand(tokens.shape, generator=make).log(), cu_seqlens)
+    assert torch.equal(gradient_sketch(*case), gradient_sketch(*on_gpu(*case)).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_policy_loss_is_the_unfused(dtype):
+    hidden, weight, targets, _ = on_gpu(*head_case(3000, 128, 20001, dtype))
+    cu, advantages = torch.arange(0, 3001, 100).cuda(), torch.linspace(-1, 1, 30).cuda()
+    weights = torch.full((30,), 1 / 3000).cuda()
+
+    def unfused(hidden, weight):
+        return policy_loss(packed_logprobs(hidden, weight, targets)[0], advantages, weights, cu)[0]
+
+    def fused(hidden, weight):
+        return fused_policy_loss(hidden, weight, targets, advantages, weights, cu)[0]
+
+    results = []
+    for function in (fused, unfused):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        loss = function(*leaves)
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
 @pytest.mark.parametrize("rule", RULES)
