@@ -15,19 +15,28 @@ struct Moments {
 };
 
 // Two passes are as exact as Welford's one, and have no chain of divisions; the second takes off what the rounding of
-// the mean added.
+// the mean added. Most groups have no ungraded member, and then nothing need be masked.
+template <bool kAllGraded>
 Moments moments_of(const double* rewards, int64_t count) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const auto graded = [rewards](int64_t i, double x) { return rewards[i] == rewards[i] ? x : 0.0; };
-  const double n = lane_sum(count, [&](int64_t i) { return graded(i, 1.0); });
-  const double mean = lane_sum(count, [&](int64_t i) { return graded(i, rewards[i]); }) / n;
+  const auto graded = [rewards](int64_t i, double x) { return kAllGraded || rewards[i] == rewards[i] ? x : 0.0; };
+  const double n = kAllGraded ? static_cast<double>(count) : lane_sum(count, [&](int64_t i) { return graded(i, 1.0); });
+  const double sum = lane_sum(count, [&](int64_t i) { return graded(i, rewards[i]); });
+  if (kAllGraded && std::isnan(sum)) return moments_of<false>(rewards, count);
+  const double mean = sum / n;
   const double max = lane_max(count, -kInfinity, [&](int64_t i) { return rewards[i]; });
   const double min = -lane_max(count, -kInfinity, [&](int64_t i) { return -rewards[i]; });
-  const double rest = lane_sum(count, [&](int64_t i) { return graded(i, rewards[i] - mean); });
-  const double square = lane_sum(count, [&](int64_t i) {
-    const double d = graded(i, rewards[i] - mean);
-    return d * d;
-  });
+  double rests[4] = {0, 0, 0, 0}, squares[4] = {0, 0, 0, 0};
+  for (int64_t i = 0; i < count; i += 4) {
+    const int last = count - i < 4 ? static_cast<int>(count - i) : 4;
+    for (int k = 0; k < last; ++k) {
+      const double d = graded(i + k, rewards[i + k] - mean);
+      rests[k] += d;
+      squares[k] += d * d;
+    }
+  }
+  const double rest = (rests[0] + rests[2]) + (rests[1] + rests[3]);
+  const double square = (squares[0] + squares[2]) + (squares[1] + squares[3]);
   return {n, mean, square - rest * rest / n, min == max};
 }
 
@@ -35,7 +44,7 @@ void one_group(const GroupAdvantageArgs& args, int64_t g) {
   const int64_t begin = args.cu_group_sizes[g], count = args.cu_group_sizes[g + 1] - begin;
   const double* rewards = args.rewards + begin;
   float* advantages = args.advantages + begin;
-  const Moments moments = moments_of(rewards, count);
+  const Moments moments = moments_of<true>(rewards, count);
   const bool dead = moments.n < 2 || moments.all_equal;
   args.dead[g] = dead;
   if (dead) {
@@ -55,7 +64,8 @@ void one_group(const GroupAdvantageArgs& args, int64_t g) {
 }  // namespace
 
 void group_advantage(const GroupAdvantageArgs& args, int num_threads) {
-  const int threads = threads_for(args.cu_group_sizes[args.groups], num_threads);
+  // four passes, and a root and a division per group
+  const int threads = threads_for(4 * args.cu_group_sizes[args.groups], num_threads);
   parallel_for(args.groups, threads, [&](int64_t g) { one_group(args, g); });
 }
 
