@@ -5,7 +5,10 @@ from pathlib import Path
 
 import ptxas_budget
 import pytest
+import torch
 from ptxas_budget import ARCHITECTURES, SOURCES, Usage, compile_source, faults, usages
+
+from fastrl_fast.ops._lib import kernels
 
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
@@ -69,3 +72,19 @@ def test_what_is_above_the_budget_is_named():
     assert "takes 41 registers, above 40" in faults(Usage(**{**inside, "registers": 41}))[0]
     assert "spills 8 bytes" in faults(Usage(**{**inside, "spills": 8}))[0]
     assert "no budget" in faults(Usage(**{**inside, "kernel": "another"}))[0]
+
+
+def test_the_bindings_take_calls_without_rows():
+    """They return before anything is launched, so that they show without a device that the signatures fit."""
+    if not kernels.CUDA:
+        pytest.skip("the module was built without CUDA")
+    slab = (0, 0, 5, 5, 0, 0, 1.0)
+    kernels.logit_fold_cuda(*slab, 0, 0, 0, 0, 0)
+    kernels.logit_grad_cuda(*slab, 0, 0, 0, 0, 0, 0, 0)
+    kernels.group_advantage_cuda(0, 0, 0, True, False, 1, 1e-6, 0, 0, 0)
+    kernels.gradient_sketch_cuda(0, 0, 0, 0, 0, 64, 0, 0, 0)
+    kernels.select_diverse_cuda(0, 0, 0, 0, 0, 0, 800_000, 1, False, 0, 0, 0, 0)
+    assert kernels.select_diverse_workspace(7, 2) == 37
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="policy_loss: CUDA error"):  # it writes the loss even of no sequence
+            kernels.policy_loss_cuda(False, 0, *[0] * 9, 0, 0, 0, 0.2, 0.2, 1e9, 0.1, 0, 0, 0, 0, 0)
