@@ -57,7 +57,7 @@ def fused_policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, PolicyLossStats]:
     """Return policy_loss(packed_logprobs(...)) and its parts, with three GEMMs in all instead of four.
 
-    Chunks of rows keep their logits (52 MB on the CPU, 1 GB on a GPU), so the gradient needs no second set of them;
+    Chunks of rows keep their logits (60 MB on the CPU, 1 GB on a GPU), so the gradient needs no second set of them;
     rows whose gradient is 0 (no advantage, clipped, masked) are left out of the two GEMMs of the gradient, and those
     known beforehand to have none only pass through the memory of `packed_logprobs`. The gradients of `hidden`, `weight`
     and `bias` are made here, once, in float32 (float64 where computed in float64), and only handed out by backward:
