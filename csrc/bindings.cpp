@@ -4,13 +4,21 @@
 #include <pybind11/pybind11.h>
 
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
+#include "kernels/choose_rollouts.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/gradient_sketch.h"
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
+#include "kernels/policy_loss.h"
 #include "kernels/selection.h"
+
+#ifdef FASTRL_WITH_CUDA
+#include <nvtx3/nvtx3.hpp>
+#endif
 
 namespace py = pybind11;
 using namespace fastrl;
@@ -18,7 +26,7 @@ using namespace fastrl;
 namespace {
 
 // Raise it with every change of a signature below; fastrl_fast/ops/_lib.py holds the same number.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 template <class T>
 T* at(uintptr_t address) {
@@ -33,17 +41,21 @@ void check(bool holds, const std::string& message) {
 void check_offsets(const char* name, const int64_t* offsets, int64_t count, int64_t total) {
   check(count >= 0 && offsets[0] == 0, std::string(name) + " must start with 0");
   for (int64_t i = 0; i < count; ++i) {
-    check(offsets[i] <= offsets[i + 1],
-          std::string(name) + " must not decrease, but does after index " + std::to_string(i));
+    // the words are made only where they are needed: there may be an offset per token
+    if (offsets[i] <= offsets[i + 1]) continue;
+    check(false, std::string(name) + " must not decrease, but does after index " + std::to_string(i));
   }
   check(offsets[count] == total,
         std::string(name) + " must end with " + std::to_string(total) + ", not " + std::to_string(offsets[count]));
 }
 
 void check_rewards(const double* rewards, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    check(!std::isinf(rewards[i]),
-          "rewards must be finite, or NaN where ungraded; reward " + std::to_string(i) + " is infinite");
+  const double most = std::numeric_limits<double>::max();
+  int64_t infinite = 0;
+  for (int64_t i = 0; i < count; ++i) infinite += std::abs(rewards[i]) > most;
+  for (int64_t i = 0; infinite > 0 && i < count; ++i) {
+    if (!std::isinf(rewards[i])) continue;
+    check(false, "rewards must be finite, or NaN where ungraded; reward " + std::to_string(i) + " is infinite");
   }
 }
 
@@ -57,6 +69,46 @@ LogitSlab logit_slab(int64_t rows, int64_t cols, int64_t stride, int64_t vocab_b
   check(rows >= 0 && cols >= 0 && stride >= cols, "a slab needs rows >= 0 and 0 <= cols <= stride");
   return {rows, cols, stride, vocab_begin, at<int64_t>(targets), scale};
 }
+
+// The same pointers as float or as double: their own type cannot be known here.
+template <class Real>
+PolicyLossArgs<Real> policy_loss_args(uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
+                                      uintptr_t advantages, uintptr_t weights, uintptr_t token_weights,
+                                      uintptr_t cu_targets, int64_t sequences, int ratio, int clip, int kl,
+                                      double clip_low, double clip_high, double dual_clip, double kl_coef,
+                                      uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats) {
+  return {at<Real>(logprobs),
+          at<Real>(old),
+          at<Real>(ref),
+          at<Real>(rollout),
+          at<Real>(advantages),
+          at<Real>(weights),
+          at<Real>(token_weights),
+          at<int64_t>(cu_targets),
+          sequences,
+          static_cast<RatioKind>(ratio),
+          static_cast<ClipKind>(clip),
+          static_cast<KlKind>(kl),
+          clip_low,
+          clip_high,
+          dual_clip,
+          kl_coef,
+          at<double>(partial),
+          at<Real>(grad),
+          at<double>(loss),
+          at<double>(stats)};
+}
+
+#ifdef FASTRL_WITH_CUDA
+void check_cuda(const char* op, int error) {
+  if (error != 0) throw std::runtime_error(std::string(op) + ": CUDA error " + std::to_string(error));
+}
+
+struct NvtxDomain {
+  static constexpr const char* name{"fastrl_fast"};
+};
+using NvtxRange = nvtx3::scoped_range_in<NvtxDomain>;
+#endif
 
 }  // namespace
 
@@ -120,14 +172,129 @@ PYBIND11_MODULE(_fastrl_fast, m) {
     cpu::select_diverse(args, threads);
   });
 
+  m.attr("POLICY_LOSS_STATS") = static_cast<int>(kPolicyLossStats);
+  m.attr("POLICY_LOSS_BLOCK") = kPolicyLossBlock;
+  m.def("policy_loss_cpu",
+        [](bool is_double, int64_t tokens, uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
+           uintptr_t advantages, uintptr_t weights, uintptr_t token_weights, uintptr_t cu_targets, int64_t sequences,
+           int ratio, int clip, int kl, double clip_low, double clip_high, double dual_clip, double kl_coef,
+           uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats, int threads) {
+          check_offsets("cu_targets", at<int64_t>(cu_targets), sequences, tokens);
+          const auto run = [&](auto real) {
+            const auto args = policy_loss_args<decltype(real)>(
+                logprobs, old, ref, rollout, advantages, weights, token_weights, cu_targets, sequences, ratio, clip, kl,
+                clip_low, clip_high, dual_clip, kl_coef, partial, grad, loss, stats);
+            py::gil_scoped_release release;
+            cpu::policy_loss(args, threads);
+          };
+          is_double ? run(double{}) : run(float{});
+        });
+
+  m.def("gradient_sketch_cpu", [](uintptr_t token_ids, uintptr_t logprobs, int64_t tokens, uintptr_t cu_seqlens,
+                                  int64_t rollouts, int64_t width, int64_t seed, uintptr_t sketch, int threads) {
+    const GradientSketchArgs args{
+        at<int64_t>(token_ids), at<float>(logprobs), at<int64_t>(cu_seqlens), rollouts, width, seed, at<float>(sketch)};
+    check_offsets("cu_seqlens", args.cu_seqlens, rollouts, tokens);
+    py::gil_scoped_release release;
+    cpu::gradient_sketch(args, threads);
+  });
+
+  m.def("choose_rollouts_cpu", [](uintptr_t vectors, uintptr_t advantages, int64_t rollouts, uintptr_t cu_group_sizes,
+                                  int64_t groups, int64_t width, int rule, int64_t k, int64_t seed, uintptr_t weights,
+                                  uintptr_t order, uintptr_t fidelity, int threads) {
+    const ChooseRolloutsArgs args{at<float>(vectors),
+                                  at<float>(advantages),
+                                  at<int64_t>(cu_group_sizes),
+                                  groups,
+                                  width,
+                                  static_cast<ChooseRule>(rule),
+                                  k,
+                                  seed,
+                                  at<float>(weights),
+                                  at<int64_t>(order),
+                                  at<double>(fidelity)};
+    check_offsets("cu_group_sizes", args.cu_group_sizes, groups, rollouts);
+    py::gil_scoped_release release;
+    cpu::choose_rollouts(args, threads);
+  });
+
 #ifdef FASTRL_WITH_CUDA
   m.attr("CUDA") = true;
   m.def("group_advantage_cuda", [](uintptr_t rewards, uintptr_t cu, int64_t groups, bool divide_by_std,
                                    bool leave_one_out, int ddof, double eps, uintptr_t out, uintptr_t dead,
                                    uintptr_t stream) {
+    const NvtxRange range{"group_advantage"};
     const auto args = group_advantage_args(rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, out, dead);
-    const int error = cuda::group_advantage(args, at<void>(stream));
-    if (error != 0) throw std::runtime_error("group_advantage: CUDA error " + std::to_string(error));
+    check_cuda("group_advantage", cuda::group_advantage(args, at<void>(stream)));
+  });
+
+  m.def("logit_fold_cuda", [](uintptr_t logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin,
+                              uintptr_t targets, float scale, uintptr_t row_max, uintptr_t sum_exp, uintptr_t sum_dexp,
+                              uintptr_t target_logit, uintptr_t stream) {
+    const NvtxRange range{"logit_fold"};
+    const LogitFoldArgs args{logit_slab(rows, cols, stride, vocab_begin, targets, scale),
+                             at<float>(logits),
+                             at<float>(row_max),
+                             at<float>(sum_exp),
+                             at<float>(sum_dexp),
+                             at<float>(target_logit)};
+    check_cuda("logit_fold", cuda::logit_fold(args, at<void>(stream)));
+  });
+
+  m.def("logit_grad_cuda", [](uintptr_t logits, int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin,
+                              uintptr_t targets, float scale, uintptr_t row_max, uintptr_t log_sum, uintptr_t entropy,
+                              uintptr_t grad_logprobs, uintptr_t grad_entropy, uintptr_t grad_bf16, uintptr_t stream) {
+    const NvtxRange range{"logit_grad"};
+    const LogitGradArgs args{logit_slab(rows, cols, stride, vocab_begin, targets, scale),
+                             at<float>(logits),
+                             at<float>(row_max),
+                             at<float>(log_sum),
+                             at<float>(entropy),
+                             at<float>(grad_logprobs),
+                             at<float>(grad_entropy)};
+    check_cuda("logit_grad", cuda::logit_grad(args, at<void>(grad_bf16), at<void>(stream)));
+  });
+
+  m.def("gradient_sketch_cuda", [](uintptr_t token_ids, uintptr_t logprobs, int64_t, uintptr_t cu_seqlens,
+                                   int64_t rollouts, int64_t width, int64_t seed, uintptr_t sketch, uintptr_t stream) {
+    const NvtxRange range{"gradient_sketch"};
+    const GradientSketchArgs args{
+        at<int64_t>(token_ids), at<float>(logprobs), at<int64_t>(cu_seqlens), rollouts, width, seed, at<float>(sketch)};
+    check_cuda("gradient_sketch", cuda::gradient_sketch(args, at<void>(stream)));
+  });
+
+  m.def("policy_loss_cuda",
+        [](bool is_double, int64_t, uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
+           uintptr_t advantages, uintptr_t weights, uintptr_t token_weights, uintptr_t cu_targets, int64_t sequences,
+           int ratio, int clip, int kl, double clip_low, double clip_high, double dual_clip, double kl_coef,
+           uintptr_t partial, uintptr_t grad, uintptr_t loss, uintptr_t stats, uintptr_t stream) {
+          const NvtxRange range{"policy_loss"};
+          const auto run = [&](auto real) {
+            const auto args = policy_loss_args<decltype(real)>(
+                logprobs, old, ref, rollout, advantages, weights, token_weights, cu_targets, sequences, ratio, clip, kl,
+                clip_low, clip_high, dual_clip, kl_coef, partial, grad, loss, stats);
+            check_cuda("policy_loss", cuda::policy_loss(args, at<void>(stream)));
+          };
+          is_double ? run(double{}) : run(float{});
+        });
+
+  m.def("select_diverse_workspace", &cuda::select_diverse_workspace);
+  m.def("select_diverse_cuda", [](uintptr_t token_ids, int64_t tokens, uintptr_t cu_seqlens, uintptr_t cu_group_sizes,
+                                  int64_t groups, uintptr_t classes, int64_t tau_millionths, int ngram, bool seed_only,
+                                  uintptr_t workspace, uintptr_t kept, uintptr_t representative, uintptr_t stream) {
+    const NvtxRange range{"select_diverse"};
+    check(tokens < (int64_t{1} << 30), "token_ids must be fewer than 2^30, not " + std::to_string(tokens));
+    const SelectDiverseArgs args{at<int64_t>(token_ids),
+                                 at<int64_t>(cu_seqlens),
+                                 at<int64_t>(cu_group_sizes),
+                                 at<int64_t>(classes),
+                                 groups,
+                                 tau_millionths,
+                                 ngram,
+                                 seed_only,
+                                 at<bool>(kept),
+                                 at<int64_t>(representative)};
+    check_cuda("select_diverse", cuda::select_diverse(args, tokens, at<int>(workspace), at<void>(stream)));
   });
 #else
   m.attr("CUDA") = false;

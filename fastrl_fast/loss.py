@@ -1,18 +1,15 @@
 """The policy objective of every method in the GRPO family, as a row of settings."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from . import ops
 from .config import Aggregation, LossConfig, LossKind
 from .packing import Divisor
 from .types import PackedBatch
-
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to this before exp: e^20 is 5e8, far outside any clip range, and still finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +63,26 @@ def policy_loss(
     `batch.old_logprobs` is None the policy has not been updated since sampling, and its own detached logprobs are the
     old ones (ratio exactly 1).
     """
-    sequence = _sequence_index(batch)
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = _ratio(log_ratio, logprobs, batch, sequence, objective.ratio)
-    advantage = batch.advantages[sequence]
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    if objective.clip == "cispo":
-        token_loss = -clipped.detach() * advantage * logprobs
-    else:
-        token_loss = torch.maximum(-advantage * ratio, -advantage * clipped)
-        if objective.dual_clip is not None:
-            token_loss = torch.where(
-                advantage < 0, torch.minimum(token_loss, -advantage * objective.dual_clip), token_loss
-            )
-    stats = _ratio_stats(ratio.detach(), advantage, objective)
     if objective.kl_coef > 0:
         assert batch.ref_logprobs is not None, "a KL penalty needs reference logprobs"
-        kl = KL_KINDS[objective.kl_kind]((logprobs - batch.ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        token_loss = token_loss + objective.kl_coef * kl
-        stats["kl"] = kl.detach().sum()
-    weight = token_weights(batch, objective.aggregation, divisor=divisor, max_completion_tokens=max_completion_tokens)
-    return (token_loss * weight).sum(), stats
+    weights = _weights(batch, objective.aggregation, divisor=divisor, max_completion_tokens=max_completion_tokens)
+    loss, stats = ops.policy_loss(
+        logprobs,
+        batch.advantages,
+        weights,
+        batch.cu_targets,
+        old_logprobs=batch.old_logprobs,
+        ref_logprobs=batch.ref_logprobs if objective.kl_coef > 0 else None,
+        ratio=objective.ratio,
+        clip=objective.clip,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        kl=objective.kl_kind,
+        kl_coef=objective.kl_coef,
+    )
+    sums = {"clipped_low": stats.clipped_low, "clipped_high": stats.clipped_high, "ratio": stats.ratio}
+    return loss, sums | ({"kl": stats.kl} if objective.kl_coef > 0 else {})
 
 
 def token_weights(
@@ -99,52 +94,14 @@ def token_weights(
     seq-mean-token-sum-norm w / (max_completion_tokens x sequences). Where the update has no token the divisor is 0, and
     so is the number of weights.
     """
-    sequence = _sequence_index(batch)
-    weights = batch.weights[sequence]
+    weights = _weights(batch, aggregation, divisor=divisor, max_completion_tokens=max_completion_tokens)
+    return torch.repeat_interleave(weights, batch.cu_targets.diff())
+
+
+def _weights(batch: PackedBatch, aggregation: Aggregation, *, divisor: Divisor, max_completion_tokens: int) -> Tensor:
+    """Weight [S] of each sequence's tokens; not finite where a sequence has none."""
     if aggregation == "token-mean":
-        return weights / divisor.loss_tokens
+        return batch.weights / divisor.loss_tokens
     if aggregation == "seq-mean-token-mean":
-        return weights / batch.cu_targets.diff()[sequence] / divisor.loss_sequences
-    return weights / (max_completion_tokens * divisor.loss_sequences)
-
-
-def _sequence_index(batch: PackedBatch) -> Tensor:
-    """[N] int64: which sequence each target belongs to."""
-    lengths = batch.cu_targets.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-
-
-def _ratio(log_ratio: Tensor, logprobs: Tensor, batch: PackedBatch, sequence: Tensor, kind: str) -> Tensor:
-    if kind == "token":
-        return log_ratio.exp()
-    lengths = batch.cu_targets.diff()
-    sums = torch.zeros(len(lengths), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sequence, log_ratio)
-    mean = (sums / lengths.clamp(min=1))[sequence]
-    if kind == "sequence":
-        return mean.exp()
-    return (mean.detach() + logprobs - logprobs.detach()).exp()
-
-
-def _ratio_stats(ratio: Tensor, advantage: Tensor, objective: Objective) -> dict[str, Tensor]:
-    """Counts of tokens whose gradient the clip took away, by the side it acts on, and the ratio's sum."""
-    return {
-        "clipped_low": ((ratio < 1 - objective.clip_low) & (advantage < 0)).sum(),
-        "clipped_high": ((ratio > 1 + objective.clip_high) & (advantage > 0)).sum(),
-        "ratio": ratio.sum(),
-    }
-
-
-def _k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
-def _k2(log_ratio: Tensor) -> Tensor:
-    return 0.5 * log_ratio.square()
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    return torch.expm1(-log_ratio) + log_ratio
-
-
-KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
-"""Estimators of KL(policy || reference) from log_ratio = logprob - ref_logprob."""
+        return batch.weights / batch.cu_targets.diff() / divisor.loss_sequences
+    return batch.weights / (max_completion_tokens * divisor.loss_sequences)

@@ -108,7 +108,7 @@ def test_slabs_and_blocks_change_nothing_but_rounding(settings, small_slabs):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_plain_torch_slabs_that_cuda_uses(settings, small_slabs, monkeypatch):
+def test_the_plain_torch_slabs_that_float64_uses(settings, small_slabs, monkeypatch):
     monkeypatch.setattr(logit_slabs, "_has_kernel", lambda logits: False)
     for spread in (1.0, 50.0):
         test_values_against_float64_truth((37, 24, 1003, 50), settings, spread)
@@ -211,6 +211,28 @@ def test_targets_without_upstream_gradient_are_not_multiplied(monkeypatch):
         assert_at_most_twice(x, y, t, size=size)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ignored", [[], [0, 3, 49], range(50)], ids=["none", "some", "all"])
+def test_ignored_targets_cost_nothing_and_give_nothing(ignored, dtype):
+    c = case(37, 24, 203, 50)
+    kept = torch.tensor([i not in ignored for i in range(50)])
+    upstream = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).unbind()
+    fewer = Case(c.hidden, c.weight, c.bias, c.targets[kept], c.row_index[kept])
+    c.targets[~kept] = -100
+    results = []
+    for x, u in ((c, upstream), (fewer, [v[kept] for v in upstream])):
+        tensors = x.tensors(dtype)
+        options = {"row_index": x.row_index, "bias": tensors[2], "ignore_index": -100}
+        outputs = packed_logprobs(*tensors[:2], x.targets, **options)
+        gradients = torch.autograd.grad(outputs, tensors, [v.to(dtype) for v in u])
+        results.append(([y.detach() for y in outputs], gradients))
+    (outputs, gradients), (expected, expected_gradients) = results
+    for x, y in zip(outputs, expected, strict=True):
+        assert torch.equal(x[kept], y) and bool((x[~kept] == 0).all())
+    for x, y in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_without_entropy():
     c = case(9, 8, 101, 9)
     hidden, weight, _ = c.tensors()
@@ -295,9 +317,9 @@ def test_opcheck():
     hidden, weight, bias = c.tensors()
     operator = torch.ops.fastrl_fast.packed_logprobs.default
     for arguments in (
-        (hidden, weight, c.targets, c.row_index, bias, 0.7, None, 1.0, True),
-        (hidden[:3], weight, c.targets[:3], None, None, 1.0, 5.0, 0.5, False),
-        (hidden.bfloat16(), weight.bfloat16(), c.targets, c.row_index, None, 1.0, None, 1.0, True),
+        (hidden, weight, c.targets, c.row_index, bias, 0.7, None, 1.0, None, True),
+        (hidden[:3], weight, c.targets[:3], None, None, 1.0, 5.0, 0.5, -100, False),
+        (hidden.bfloat16(), weight.bfloat16(), c.targets, c.row_index, None, 1.0, None, 1.0, int(c.targets[0]), True),
     ):
         torch.library.opcheck(operator, arguments)
 

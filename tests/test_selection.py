@@ -125,7 +125,7 @@ def test_opcheck():
         ({"tau": 1.5}, "tau must lie in [0, 1], not 1.5"),
         ({"tau": float("nan")}, "tau must lie in [0, 1], not nan"),
         ({"ngram": 0}, "ngram must be >= 1, not 0"),
-        ({"token_ids": torch.zeros(3, dtype=torch.int32)}, "token_ids must be one-dimensional int64 on the CPU"),
+        ({"token_ids": torch.zeros(3, dtype=torch.int32)}, "token_ids must be one-dimensional int64 on the device"),
         ({"classes": torch.zeros(3, dtype=torch.int64)}, "classes must be one per rollout (2), not 3"),
         ({"cu_seqlens": torch.tensor([0, 2, 4])}, "cu_seqlens must end with 3, not 4"),
         ({"cu_group_sizes": torch.tensor([0, 1])}, "cu_group_sizes must end with 2, not 1"),

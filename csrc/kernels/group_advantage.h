@@ -1,7 +1,7 @@
 // What each rollout's reward says relative to its group.
 //
 // A group is rewards[b, e) with b = cu_group_sizes[g], e = cu_group_sizes[g + 1]; its graded members are those whose
-// reward is not NaN. With n graded members, mean mu and M2 = sum (r - mu)^2 (Welford, float64):
+// reward is not NaN. With n graded members, mean mu and M2 = sum (r - mu)^2, in float64:
 //
 //   advantage = (r - mu) / (sqrt(M2 / (n - ddof)) + eps)     divide_by_std
 //             = (r - mu) * n / (n - 1)                       leave_one_out: r minus the mean of the other members

@@ -40,5 +40,12 @@ namespace cpu {
 void logit_fold(const LogitFoldArgs& args, int num_threads);
 void logit_grad(const LogitGradArgs& args, int num_threads);
 }  // namespace cpu
+namespace cuda {
+// Asynchronous on `stream` (a cudaStream_t); pointers are device pointers. Each returns a cudaError_t.
+int logit_fold(const LogitFoldArgs& args, void* stream);
+// `grad_bf16` [rows, cols], contiguous: where dx goes as bfloat16, the logits staying as they are; null overwrites
+// them.
+int logit_grad(const LogitGradArgs& args, void* grad_bf16, void* stream);
+}  // namespace cuda
 
 }  // namespace fastrl

@@ -31,5 +31,11 @@ struct SelectDiverseArgs {
 namespace cpu {
 void select_diverse(const SelectDiverseArgs& args, int num_threads);
 }
+namespace cuda {
+// int32 elements of the workspace for `tokens` < 2^30 token ids of `rollouts` rollouts.
+constexpr int64_t select_diverse_workspace(int64_t tokens, int64_t rollouts) { return 5 * tokens + rollouts; }
+// Asynchronous on `stream` (a cudaStream_t); pointers are device pointers. Returns a cudaError_t.
+int select_diverse(const SelectDiverseArgs& args, int64_t tokens, int* workspace, void* stream);
+}  // namespace cuda
 
 }  // namespace fastrl

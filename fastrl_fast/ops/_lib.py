@@ -1,11 +1,13 @@
 """Load the compiled module `_fastrl_fast` and open the operator library `torch.ops.fastrl_fast`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch  # before the compiled module: its OpenMP runtime must be the one torch has loaded
 
 CURE = "run `pip install .` again in the checkout of fastrl_fast"
-INTERFACE = 1  # the same number as kInterface in csrc/bindings.cpp
+INTERFACE = 2  # the same number as kInterface in csrc/bindings.cpp
 
 
 def load_kernels() -> Any:
@@ -35,3 +37,16 @@ def check(holds: bool, message: str) -> None:
     """Raise ValueError(message) unless `holds`: for what a caller can mend."""
     if not holds:
         raise ValueError(message)
+
+
+@contextmanager
+def cuda_stream(tensor: torch.Tensor) -> Iterator[int]:
+    """Make the device of `tensor` current and yield the cudaStream_t that its kernels go to.
+
+    Raises:
+        RuntimeError: the compiled module holds no CUDA kernels.
+    """
+    if not kernels.CUDA:
+        raise RuntimeError("fastrl_fast was built without CUDA kernels: run `FASTRL_CUDA=ON pip install .`")
+    with torch.cuda.device(tensor.device):
+        yield torch.cuda.current_stream().cuda_stream

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import check, kernels, library
+from fastrl_fast.ops._lib import check, cuda_stream, kernels, library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def group_advantage(rewards: Tensor, cu_group_sizes: Tensor, *, preset: str = "t
         preset: a key of `PRESETS`.
 
     Returns:
-        advantages [N] float32, dead [G] bool, on the device of `rewards`.
+        advantages [N] float32, dead [G] bool, on the device of `rewards`; the same bits on the CPU and on CUDA.
 
     Raises:
         ValueError: unknown preset, wrong shape or dtype; on the CPU also offsets that do not cut `rewards` into groups,
@@ -99,14 +99,12 @@ def _cpu(
 def _cuda(
     rewards: Tensor, cu: Tensor, divide_by_std: bool, leave_one_out: bool, ddof: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    if not kernels.CUDA:
-        raise RuntimeError("fastrl_fast was built without CUDA kernels: run `FASTRL_CUDA=ON pip install .`")
     rewards, cu = rewards.to(torch.float64).contiguous(), cu.contiguous()
     advantages, dead = _fake(rewards, cu, divide_by_std, leave_one_out, ddof, eps)
-    with torch.cuda.device(rewards.device):
+    with cuda_stream(rewards) as stream:
         kernels.group_advantage_cuda(
             rewards.data_ptr(), cu.data_ptr(), dead.shape[0], divide_by_std, leave_one_out, ddof, eps,
-            advantages.data_ptr(), dead.data_ptr(), torch.cuda.current_stream().cuda_stream,
+            advantages.data_ptr(), dead.data_ptr(), stream,
         )  # fmt: skip
     return advantages, dead
 

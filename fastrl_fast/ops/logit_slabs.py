@@ -1,7 +1,7 @@
 """Walk the logits of a language-model head slab by slab of the vocabulary, without ever holding them all.
 
-The GEMMs are torch's. The one-pass work on each slab is a kernel of csrc/kernels/packed_logprobs.h for float32 on the
-CPU, and the same formulas in plain torch elsewhere (CUDA, float64).
+The GEMMs are torch's. The one-pass work on each slab is a kernel of csrc/kernels/packed_logprobs.h; in float64, which
+is there to check gradients, it is the same formulas in plain torch.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import kernels
+from fastrl_fast.ops._lib import cuda_stream, kernels
 
 
 class SlabLimits(NamedTuple):
@@ -25,8 +25,9 @@ class SlabLimits(NamedTuple):
     """Bounds the up-cast slab of the weight where there are few rows."""
 
 
-LIMITS = {"cpu": SlabLimits(1 << 20, 1024, 4096), "cuda": SlabLimits(1 << 26, 8192, 32768)}
-"""4 MB of float32 logits stay in a CPU's cache; 256 MB keep a GPU's GEMM busy."""
+LIMITS = {"cpu": SlabLimits(1 << 20, 1024, 1024), "cuda": SlabLimits(1 << 26, 8192, 32768)}
+"""4 MB of float32 logits stay in a CPU's cache, as does a slab of 1024 rows of the weight (with 4096 the GEMM was 10 to
+30 % slower); 256 MB keep a GPU's GEMM busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +50,14 @@ class Head:
         """What a slab made by `fill` must be multiplied by to be z."""
         return (self.logit_scale if self.softcap is None else self.softcap) / self.temperature
 
-    def part(self, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the slab of the weight and bias, up-cast."""
+    def part(self, columns: slice, operands: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return the slab of the weight in the dtype that is multiplied, and of the bias, up-cast."""
         bias = None if self.bias is None else self.bias[columns].to(self.dtype)
-        return self.weight[columns].to(self.dtype), bias
+        return self.weight[columns].to(operands), bias
 
     def fill(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Write x, or tanh(x * logit_scale / softcap), into `logits` [rows, columns]."""
-        torch.mm(hidden, weight.t(), out=logits)
+        multiply(hidden, weight.t(), logits)
         if bias is not None:
             logits.add_(bias)
         if self.softcap is not None:
@@ -88,20 +89,36 @@ class Grads:
 def forward(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     """Return [4, N]: the largest z, sum e^(z - max), sum (z - max) e^(z - max) and the target's z of each row.
 
-    hidden [N, H] in `head.dtype`; targets [N]. A target outside the vocabulary leaves NaN in the last row.
+    hidden [N, H] in `head.dtype`, or in bfloat16 on CUDA with float32 sums; targets [N]. A target outside the
+    vocabulary leaves NaN in the last row.
     """
     n = hidden.shape[0]
-    sums = hidden.new_zeros(4, n)
-    sums[0] = -math.inf
-    sums[3] = math.nan
+    sums = start(hidden, head.dtype)
     rows_at_once, columns_at_once, buffer = _plan(n, head)
-    for columns in _slices(head.weight.shape[0], columns_at_once):
-        weight, bias = head.part(columns)
-        for rows in _slices(n, rows_at_once):
+    for columns in slices(head.weight.shape[0], columns_at_once):
+        weight, bias = head.part(columns, hidden.dtype)
+        for rows in slices(n, rows_at_once):
             logits = _view(buffer, rows, columns)
             head.fill(logits, hidden[rows], weight, bias)
-            _fold(logits, targets[rows], columns.start, head.scale, sums[:, rows])
+            fold(logits, targets[rows], columns.start, head.scale, sums[:, rows])
     return sums
+
+
+def start(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums [4, N] in `dtype` of rows that have met no logit yet."""
+    sums = hidden.new_zeros(4, hidden.shape[0], dtype=dtype)
+    sums[0] = -math.inf
+    sums[3] = math.nan
+    return sums
+
+
+def finish(sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the largest z, the log-sum, the target's logprob and the entropy of each row."""
+    row_max, sum_exp, sum_dexp, target_logit = sums.unbind()
+    log_sum = sum_exp.log()
+    # (z_y - max) first: both are exact to their own rounding, and their difference is small
+    logprobs = ((target_logit - row_max) - log_sum).clamp_(max=0)
+    return row_max, log_sum, logprobs, (log_sum - sum_dexp / sum_exp).clamp_(min=0)
 
 
 def backward(
@@ -110,35 +127,54 @@ def backward(
     """Return the gradients of hidden [N, H] (in `head.dtype`), weight and bias (in their dtypes) where `needs` asks.
 
     The logits are made again. The vocabulary is the outer loop: each slab of the weight's gradient is written once,
-    summed in `head.dtype` (the bias in float64), and the gradient of `hidden` accumulates.
+    summed in `head.dtype` (the bias in float64), and the gradient of `hidden` accumulates. What is multiplied has the
+    dtype of `hidden`, the logits' gradient too.
     """
     n = hidden.shape[0]
     allocate = torch.zeros_like if n == 0 else torch.empty_like
-    grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+    grad_hidden = torch.zeros_like(hidden, dtype=head.dtype) if needs[0] else None
     grad_weight = allocate(head.weight) if needs[1] else None
     grad_bias = torch.zeros_like(head.bias) if needs[2] and head.bias is not None else None
     if n == 0:
         return grad_hidden, grad_weight, grad_bias
     rows_at_once, columns_at_once, buffer = _plan(n, head)
-    for columns in _slices(head.weight.shape[0], columns_at_once):
-        weight, bias = head.part(columns)
+    for columns in slices(head.weight.shape[0], columns_at_once):
+        weight, bias = head.part(columns, hidden.dtype)
         weight_sum = None if grad_weight is None else _sum_place(grad_weight[columns], head.dtype)
         bias_sum = weight.new_zeros(weight.shape[0], dtype=torch.float64)  # a plain sum over all rows
-        for rows in _slices(n, rows_at_once):
+        for rows in slices(n, rows_at_once):
             logits = _view(buffer, rows, columns)
             head.fill(logits, hidden[rows], weight, bias)
-            _differentiate(logits, targets[rows], columns.start, head, grads[rows])
+            slopes = differentiate(logits, targets[rows], columns.start, head, grads[rows], hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows].addmm_(logits, weight)
-            if weight_sum is not None:
-                weight_sum.addmm_(logits.t(), hidden[rows], beta=int(rows.start > 0))
+                add_product(grad_hidden[rows], slopes, weight)
+            if weight_sum is not None and rows.start == 0:
+                multiply(slopes.t(), hidden[rows], weight_sum)
+            elif weight_sum is not None:
+                add_product(weight_sum, slopes.t(), hidden[rows])
             if grad_bias is not None:
-                bias_sum += logits.sum(0, dtype=torch.float64)
+                bias_sum += slopes.sum(0, dtype=torch.float64)
         if grad_weight is not None and weight_sum is not None and weight_sum.dtype != grad_weight.dtype:
             grad_weight[columns] = weight_sum
         if grad_bias is not None:
             grad_bias[columns] = bias_sum
     return grad_hidden, grad_weight, grad_bias
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a b into `out`, summed in the dtype of `out`: that of a and b, or float32 over bfloat16 on CUDA."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to `total`, summed in the dtype of `total`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:  # addmm takes a float32 total with bfloat16 factors only from some release of torch on
+        total += torch.mm(a, b, out_dtype=total.dtype)
 
 
 def _sum_place(part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,7 +190,7 @@ def _plan(rows: int, head: Head) -> tuple[int, int, Tensor]:
     return rows, columns, head.weight.new_empty(rows * columns, dtype=head.dtype)
 
 
-def _slices(total: int, step: int) -> Iterator[slice]:
+def slices(total: int, step: int) -> Iterator[slice]:
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
@@ -165,20 +201,23 @@ def _view(buffer: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype == torch.float32
+    return logits.dtype == torch.float32
 
 
-def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tensor) -> None:
+def fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tensor) -> None:
     """Add a slab to the running sums [4, rows]."""
     rows, columns = logits.shape
     if _has_kernel(logits):
-        kernels.logit_fold_cpu(
-            logits.data_ptr(), rows, columns, columns, start, targets.data_ptr(), scale,
-            sums[0].data_ptr(), sums[1].data_ptr(), sums[2].data_ptr(), sums[3].data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        pointers = [x.data_ptr() for x in sums]
+        arguments = (logits.data_ptr(), rows, columns, columns, start, targets.data_ptr(), scale, *pointers)
+        if logits.is_cuda:
+            with cuda_stream(logits) as stream:
+                kernels.logit_fold_cuda(*arguments, stream)
+        else:
+            kernels.logit_fold_cpu(*arguments, torch.get_num_threads())
         return
     old_max, old_sum, old_dsum, old_target = sums.unbind()
-    z = logits.mul_(scale)
+    z = logits * scale
     row_max = torch.maximum(old_max, z.amax(1))
     # -inf - -inf is NaN: a row that has met only -inf so far is measured from 0, and its old sums are 0 anyway
     origin = torch.where(row_max == -math.inf, 0, row_max)
@@ -193,16 +232,22 @@ def _fold(logits: Tensor, targets: Tensor, start: int, scale: float, sums: Tenso
     old_max.copy_(row_max)
 
 
-def _differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grads: Grads) -> None:
-    """Overwrite a slab from `Head.fill` with the gradient of x = h . W_v + b_v."""
+def differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grads: Grads, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of x = h . W_v + b_v in `dtype`, given (and spoiling) a slab from `Head.fill`."""
     slope = None if head.softcap is None else torch.addcmul(torch.ones_like(logits), logits, logits, value=-1)
     rows, columns = logits.shape
+    rounded = None  # bfloat16 written by the kernel itself
     if _has_kernel(logits):
-        kernels.logit_grad_cpu(
-            logits.data_ptr(), rows, columns, columns, start, targets.data_ptr(), head.scale,
-            grads.row_max.data_ptr(), grads.log_sum.data_ptr(), grads.entropy.data_ptr(),
-            grads.logprobs.data_ptr(), grads.upstream_entropy.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        per_row = (grads.row_max, grads.log_sum, grads.entropy, grads.logprobs, grads.upstream_entropy)
+        pointers = [x.data_ptr() for x in per_row]
+        arguments = (logits.data_ptr(), rows, columns, columns, start, targets.data_ptr(), head.scale, *pointers)
+        if logits.is_cuda:
+            if dtype == torch.bfloat16 and slope is None:
+                rounded = torch.empty_like(logits, dtype=dtype)
+            with cuda_stream(logits) as stream:
+                kernels.logit_grad_cuda(*arguments, 0 if rounded is None else rounded.data_ptr(), stream)
+        else:
+            kernels.logit_grad_cpu(*arguments, torch.get_num_threads())
     else:
         lp = logits.mul_(head.scale).sub_(grads.row_max[:, None]).sub_(grads.log_sum[:, None])
         p = lp.exp()
@@ -214,6 +259,7 @@ def _differentiate(logits: Tensor, targets: Tensor, start: int, head: Head, grad
         logits.scatter_(1, column, logits.gather(1, column) + push)
     if slope is not None and head.softcap is not None:
         logits.mul_(slope).mul_(head.logit_scale / head.softcap)
+    return logits.to(dtype) if rounded is None else rounded
 
 
 def _target_column(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor targets, Tensor? row_index, Tensor? bias, "
-    "float temperature, float? softcap, float logit_scale"
+    "float temperature, float? softcap, float logit_scale, int? ignore_index"
 )
 library.define(f"packed_logprobs({_HEAD}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)")
 library.define(
@@ -31,6 +31,7 @@ def packed_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    ignore_index: int | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the entropy of each target's distribution, without a [tokens, vocabulary] tensor.
@@ -41,19 +42,21 @@ def packed_logprobs(
     The vocabulary is walked in slabs of float32 logits (4 MB on the CPU, 256 MB on a GPU); low-precision weights are
     up-cast slab by slab. Memory beyond inputs and outputs does not grow with V. The backward makes the logits again,
     skips targets whose upstream gradients are all zero, sums in float32 and returns gradients of `hidden`, `weight` and
-    `bias` in their dtypes, written once. On the CPU the work around the GEMMs is one pass of compiled code; on CUDA the
-    same algorithm runs in plain torch operations for now (float32 GEMMs; the backward synchronises once).
+    `bias` in their dtypes, written once. The work around the GEMMs is one pass of compiled code. On CUDA bfloat16
+    `hidden` and `weight` are multiplied as they are and summed in float32, and the logits' gradient is rounded to
+    bfloat16 before it is multiplied; the backward synchronises once, to count the targets that have a gradient.
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64.
         weight: [V, H], same choice of dtypes; float64 anywhere computes in float64.
-        targets: [N] int64 in [0, V).
+        targets: [N] int64 in [0, V), or `ignore_index`.
         row_index: [N] int64 in [0, T), the row of `hidden` that predicts each target (rows may repeat; only these are
             multiplied); None pairs target i with row i.
         bias: [V] or None.
         temperature: > 0.
         softcap: > 0 or None.
         logit_scale: > 0.
+        ignore_index: targets of this value (often -100) are not multiplied: logprob 0, entropy 0, no gradient.
         entropy: False leaves the entropy out: an empty tensor [0] is returned in its place.
 
     Returns:
@@ -65,21 +68,21 @@ def packed_logprobs(
 
     Source: design.md 4.1; online softmax after Milakov and Gimelshein, arXiv 1805.02867.
     """
-    _check_settings(temperature, softcap, logit_scale)
-    _check_tensors(hidden, weight, targets, row_index, bias)
+    check_settings(temperature, softcap, logit_scale)
+    check_tensors(hidden, weight, targets, row_index, bias)
     logprobs, entropies, _, _ = torch.ops.fastrl_fast.packed_logprobs(
-        hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale), entropy
+        hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale), ignore_index, entropy
     )
     return logprobs, entropies
 
 
-def _check_settings(temperature: float, softcap: float | None, logit_scale: float) -> None:
+def check_settings(temperature: float, softcap: float | None, logit_scale: float) -> None:
     check(temperature > 0, f"temperature must be > 0, not {temperature}")
     check(softcap is None or softcap > 0, f"softcap must be > 0 or None, not {softcap}")
     check(logit_scale > 0, f"logit_scale must be > 0, not {logit_scale}")
 
 
-def _check_tensors(
+def check_tensors(
     hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, bias: Tensor | None
 ) -> None:
     for name, matrix in (("hidden", hidden), ("weight", weight)):
@@ -104,11 +107,25 @@ def _check_tensors(
     )
 
 
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def check_targets(targets: Tensor, weight: Tensor) -> None:
+    """On the CPU only: elsewhere it would synchronise."""
+    if targets.device.type == "cpu" and targets.numel():
+        low, high = int(targets.min()), int(targets.max())
+        vocabulary = weight.shape[0]
+        check(low >= 0 and high < vocabulary, f"targets must lie in [0, {vocabulary}), not in [{low}, {high}]")
+
+
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
-def _rows(hidden: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
+def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What is multiplied: bfloat16 on a GPU, whose tensor cores sum its products in float32; else as computed."""
+    on_tensor_cores = hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16
+    return torch.bfloat16 if on_tensor_cores else compute_dtype(hidden, weight)
+
+
+def gather_rows(hidden: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (hidden if row_index is None else hidden.index_select(0, row_index)).to(dtype).contiguous()
 
 
@@ -121,24 +138,32 @@ def _forward(
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    ignore_index: int | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(hidden, weight)
+    if ignore_index is not None:
+        asked = torch.nonzero(targets != ignore_index)[:, 0]
+        row_index = asked if row_index is None else row_index[asked]
+        settings = (bias, temperature, softcap, logit_scale, None, entropy)
+        fewer = _forward(hidden, weight, targets[asked], row_index, *settings)
+        return _spread(fewer, asked, targets.shape[0])
+    dtype = compute_dtype(hidden, weight)
     head = logit_slabs.Head(
         weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
     )
     targets = targets.contiguous()
-    if targets.device.type == "cpu" and targets.numel():
-        low, high = int(targets.min()), int(targets.max())
-        vocabulary = weight.shape[0]
-        check(low >= 0 and high < vocabulary, f"targets must lie in [0, {vocabulary}), not in [{low}, {high}]")
-    sums = logit_slabs.forward(_rows(hidden, row_index, dtype), targets, head)
-    row_max, sum_exp, sum_dexp, target_logit = sums.unbind()
-    log_sum = sum_exp.log()
-    # (z_y - max) first: both are exact to their own rounding, and their difference is small
-    logprobs = ((target_logit - row_max) - log_sum).clamp_(max=0)
-    entropies = (log_sum - sum_dexp / sum_exp).clamp_(min=0) if entropy else log_sum.new_empty(0)
-    return logprobs, entropies, row_max.clone(), log_sum
+    check_targets(targets, weight)
+    sums = logit_slabs.forward(gather_rows(hidden, row_index, operand_dtype(hidden, weight)), targets, head)
+    row_max, log_sum, logprobs, entropies = logit_slabs.finish(sums)
+    return logprobs, entropies if entropy else log_sum.new_empty(0), row_max.clone(), log_sum
+
+
+def _spread(
+    fewer: tuple[Tensor, Tensor, Tensor, Tensor], asked: Tensor, total: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Put the results of the targets asked for where they belong, among zeros."""
+    spread = [x.new_zeros(total).index_copy_(0, asked, x) if x.shape == asked.shape else x for x in fewer]
+    return spread[0], spread[1], spread[2], spread[3]
 
 
 def _backward(
@@ -150,6 +175,7 @@ def _backward(
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    ignore_index: int | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     row_max: Tensor,
@@ -157,7 +183,7 @@ def _backward(
     entropy: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(hidden, weight)
+    dtype = compute_dtype(hidden, weight)
     head = logit_slabs.Head(
         weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
     )
@@ -169,22 +195,26 @@ def _backward(
         logprobs=grad_logprobs.to(dtype).contiguous(),
         upstream_entropy=absent if grad_entropy is None else grad_entropy.to(dtype).contiguous(),
     )
-    asked = torch.nonzero((grads.logprobs != 0) | (grads.upstream_entropy != 0))[:, 0]
+    has_gradient = (grads.logprobs != 0) | (grads.upstream_entropy != 0)
+    if ignore_index is not None:
+        has_gradient &= targets != ignore_index
+    asked = torch.nonzero(has_gradient)[:, 0]
     if asked.shape[0] < targets.shape[0]:
         row_index = asked if row_index is None else row_index[asked]
         targets, grads = targets[asked], grads[asked]
+    rows = gather_rows(hidden, row_index, operand_dtype(hidden, weight))
     grad_rows, grad_weight, grad_bias = logit_slabs.backward(
-        _rows(hidden, row_index, dtype), targets.contiguous(), head, grads, (needs[0], needs[1], needs[2])
+        rows, targets.contiguous(), head, grads, (needs[0], needs[1], needs[2])
     )
     nothing = hidden.new_empty(0)
     return (
-        nothing if grad_rows is None else _scatter_rows(grad_rows, row_index, hidden),
+        nothing if grad_rows is None else scatter_rows(grad_rows, row_index, hidden),
         nothing.clone() if grad_weight is None else grad_weight,
         nothing.clone() if grad_bias is None else grad_bias,
     )
 
 
-def _scatter_rows(grad_rows: Tensor, row_index: Tensor | None, hidden: Tensor) -> Tensor:
+def scatter_rows(grad_rows: Tensor, row_index: Tensor | None, hidden: Tensor) -> Tensor:
     """Add the gradients of the gathered rows up where they came from, in a fixed order on either device."""
     if row_index is None:
         return grad_rows.to(hidden.dtype)
@@ -205,7 +235,7 @@ for _device in ("CPU", "CUDA"):
 def _fake_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype, entropy = _compute_dtype(hidden, weight), settings[-1]
+    dtype, entropy = compute_dtype(hidden, weight), settings[-1]
     per_target = [hidden.new_empty(targets.shape, dtype=dtype) for _ in range(4)]
     if not entropy:
         per_target[1] = hidden.new_empty(0, dtype=dtype)
@@ -225,7 +255,7 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.temperature, ctx.softcap, ctx.logit_scale, _ = inputs
+    *tensors, ctx.temperature, ctx.softcap, ctx.logit_scale, ctx.ignore_index, _ = inputs
     _, entropies, row_max, log_sum = output
     ctx.save_for_backward(*tensors, entropies, row_max, log_sum)
     ctx.set_materialize_grads(False)
@@ -242,7 +272,7 @@ def _gradient(
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[4]]
     grad_hidden, grad_weight, grad_bias = torch.ops.fastrl_fast.packed_logprobs_backward(
         hidden, weight, targets, row_index, bias, ctx.temperature, ctx.softcap, ctx.logit_scale,
-        grad_logprobs, grad_entropy, row_max, log_sum, entropies, needs,
+        ctx.ignore_index, grad_logprobs, grad_entropy, row_max, log_sum, entropies, needs,
     )  # fmt: skip
     return (
         grad_hidden if needs[0] else None,
@@ -250,10 +280,7 @@ def _gradient(
         None,
         None,
         grad_bias if needs[2] else None,
-        None,
-        None,
-        None,
-        None,
+        *(None for _ in range(5)),
     )
 
 

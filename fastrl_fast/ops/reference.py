@@ -90,3 +90,63 @@ def select_diverse(
             for i in members:
                 representative[i] = i if kept[i] else max(chosen, key=lambda j: (jaccard(i, j), -j))
     return torch.tensor(kept, dtype=torch.bool), torch.tensor(representative, dtype=torch.int64)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    cu_targets: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    ratio: str = "token",
+    clip: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: str = "k3",
+    kl_coef: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the statistics by name, in the dtype of `logprobs`; autograd gives the gradient.
+
+    No token may be masked.
+    """
+    lengths = cu_targets.diff()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    a = advantages[sequence]
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    if ratio != "token":
+        sums = torch.zeros(len(lengths), dtype=log_ratio.dtype).index_add(0, sequence, log_ratio)
+        mean = (sums / lengths.clamp(min=1))[sequence]
+        log_ratio = mean if ratio == "sequence" else mean.detach() + (logprobs - logprobs.detach())
+    r = log_ratio.exp()
+    clipped = r.clamp(1 - clip_low, 1 + clip_high)
+    if clip == "cispo":
+        token_loss = -clipped.detach() * a * logprobs
+    else:
+        token_loss = torch.maximum(-a * r, -a * clipped)
+        if dual_clip is not None:
+            token_loss = torch.where(a < 0, torch.minimum(token_loss, -a * dual_clip), token_loss)
+    k = torch.zeros_like(logprobs)
+    if ref_logprobs is not None:
+        d = (logprobs - ref_logprobs).clamp(-20, 20)
+        k = {"k1": d, "k2": 0.5 * d.square(), "k3": torch.expm1(-d) + d}[kl]
+    stats = {
+        "tokens": torch.tensor(len(a)),
+        "clipped_low": ((r < 1 - clip_low) & (a < 0)).sum(),
+        "clipped_high": ((r > 1 + clip_high) & (a > 0)).sum(),
+        "clipped_dual": ((r > (dual_clip or math.inf)) & (a < 0) & (clip == "ppo")).sum(),
+        "ratio": r.sum(),
+        "ratio_min": r.min(),
+        "ratio_max": r.max(),
+        "kl": k.sum(),
+    }
+    if rollout_logprobs is not None:
+        gap = (logprobs - rollout_logprobs).abs()
+        stats |= {"sampler_gap": gap.sum(), "sampler_gap_max": gap.max()}
+    w = weights[sequence] * (1 if token_weights is None else token_weights)
+    return (w * (token_loss + kl_coef * k)).sum(), {name: value.detach() for name, value in stats.items()}

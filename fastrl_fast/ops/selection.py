@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import check, kernels, library
+from fastrl_fast.ops._lib import check, cuda_stream, kernels, library
 
 RULES = ("mdap", "mdap_seed")
 MILLION = 1_000_000
@@ -30,10 +30,10 @@ def select_diverse(
     `mdap` (the paper) keeps i unless a kept member of its class is nearer than tau: 1 - J < tau.
     `mdap_seed` (the authors' code) keeps i unless it is near the first member of its class: J >= 1 - tau.
     The first member of a class is always kept. Exact: n-grams are compared whole and J as a fraction, with tau rounded
-    to millionths; the result does not depend on machine or thread count.
+    to millionths; the result does not depend on machine, device or thread count.
 
     Args:
-        token_ids: [T] int64, completions back to back, on the CPU like all inputs.
+        token_ids: [T] int64, completions back to back, on the CPU or on CUDA (T < 2^30 there) like all inputs.
         cu_seqlens: [N + 1] int64, offsets of the completions.
         cu_group_sizes: [G + 1] int64, offsets of the groups into the completions.
         classes: [N] int64, rollouts of one group with equal labels form a class; below 0 is not eligible.
@@ -46,7 +46,8 @@ def select_diverse(
         the largest J (lowest index on ties), -1 where not eligible.
 
     Raises:
-        ValueError: unknown rule, tau or ngram out of range, tensors that do not fit or are not on the CPU.
+        ValueError: unknown rule, tau or ngram out of range, tensors that do not fit or are not on one device; on the
+            CPU also offsets that do not cut the tokens into completions and these into groups.
 
     Source: FastRL, arXiv 2609.36932; algorithms.md 1.2 and 1.7.
     """
@@ -56,8 +57,9 @@ def select_diverse(
     named = {"token_ids": token_ids, "cu_seqlens": cu_seqlens, "cu_group_sizes": cu_group_sizes, "classes": classes}
     for name, tensor in named.items():
         check(
-            tensor.ndim == 1 and tensor.dtype == torch.int64 and tensor.device.type == "cpu",
-            f"{name} must be one-dimensional int64 on the CPU, not {list(tensor.shape)} {tensor.dtype} {tensor.device}",
+            tensor.ndim == 1 and tensor.dtype == torch.int64 and tensor.device == token_ids.device,
+            f"{name} must be one-dimensional int64 on the device of token_ids, "
+            f"not {list(tensor.shape)} {tensor.dtype} {tensor.device}",
         )
     for name in ("cu_seqlens", "cu_group_sizes"):
         check(named[name].shape[0] >= 1, f"{name} must hold at least the 0 it starts with")
@@ -102,4 +104,28 @@ def _cpu(
     return kept, representative
 
 
+def _cuda(
+    token_ids: Tensor,
+    cu_seqlens: Tensor,
+    cu_group_sizes: Tensor,
+    classes: Tensor,
+    seed_only: bool,
+    tau: int,
+    ngram: int,
+) -> tuple[Tensor, Tensor]:
+    token_ids, cu_seqlens = token_ids.contiguous(), cu_seqlens.contiguous()
+    cu_group_sizes, classes = cu_group_sizes.contiguous(), classes.contiguous()
+    kept, representative = torch.empty_like(classes, dtype=torch.bool), torch.empty_like(classes)
+    with cuda_stream(token_ids) as stream:
+        size = kernels.select_diverse_workspace(token_ids.shape[0], classes.shape[0])
+        workspace = token_ids.new_empty(size, dtype=torch.int32)
+        kernels.select_diverse_cuda(
+            token_ids.data_ptr(), token_ids.shape[0], cu_seqlens.data_ptr(), cu_group_sizes.data_ptr(),
+            cu_group_sizes.shape[0] - 1, classes.data_ptr(), tau, ngram, seed_only, workspace.data_ptr(),
+            kept.data_ptr(), representative.data_ptr(), stream,
+        )  # fmt: skip
+    return kept, representative
+
+
 library.impl("select_diverse", _cpu, "CPU")
+library.impl("select_diverse", _cuda, "CUDA")

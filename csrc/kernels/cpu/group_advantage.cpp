@@ -3,48 +3,69 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/cpu/lanes.h"
 #include "kernels/cpu/parallel.h"
 
 namespace fastrl::cpu {
 namespace {
 
 struct Moments {
-  int64_t n = 0;
-  double mean = 0, m2 = 0;
-  double min = std::numeric_limits<double>::infinity(), max = -std::numeric_limits<double>::infinity();
-
-  void add(double r) {
-    ++n;
-    const double delta = r - mean;
-    mean += delta / static_cast<double>(n);
-    m2 += delta * (r - mean);
-    min = std::fmin(min, r);
-    max = std::fmax(max, r);
-  }
+  double n, mean, m2;  // how many, their mean, sum (r - mean)^2
+  bool all_equal;
 };
 
-void one_group(const GroupAdvantageArgs& args, int64_t g) {
-  const int64_t begin = args.cu_group_sizes[g], end = args.cu_group_sizes[g + 1];
-  Moments moments;
-  for (int64_t i = begin; i < end; ++i) {
-    if (!std::isnan(args.rewards[i])) moments.add(args.rewards[i]);
+// Two passes are as exact as Welford's one, and have no chain of divisions; the second takes off what the rounding of
+// the mean added. Most groups have no ungraded member, and then nothing need be masked.
+template <bool kAllGraded>
+Moments moments_of(const double* rewards, int64_t count) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto graded = [rewards](int64_t i, double x) { return kAllGraded || rewards[i] == rewards[i] ? x : 0.0; };
+  const double n = kAllGraded ? static_cast<double>(count) : lane_sum(count, [&](int64_t i) { return graded(i, 1.0); });
+  const double sum = lane_sum(count, [&](int64_t i) { return graded(i, rewards[i]); });
+  if (kAllGraded && std::isnan(sum)) return moments_of<false>(rewards, count);
+  const double mean = sum / n;
+  const double max = lane_max(count, -kInfinity, [&](int64_t i) { return rewards[i]; });
+  const double min = -lane_max(count, -kInfinity, [&](int64_t i) { return -rewards[i]; });
+  double rests[4] = {0, 0, 0, 0}, squares[4] = {0, 0, 0, 0};
+  for (int64_t i = 0; i < count; i += 4) {
+    const int last = count - i < 4 ? static_cast<int>(count - i) : 4;
+    for (int k = 0; k < last; ++k) {
+      const double d = graded(i + k, rewards[i + k] - mean);
+      rests[k] += d;
+      squares[k] += d * d;
+    }
   }
-  const bool dead = moments.n < 2 || moments.min == moments.max;
+  const double rest = (rests[0] + rests[2]) + (rests[1] + rests[3]);
+  const double square = (squares[0] + squares[2]) + (squares[1] + squares[3]);
+  return {n, mean, square - rest * rest / n, min == max};
+}
+
+void one_group(const GroupAdvantageArgs& args, int64_t g) {
+  const int64_t begin = args.cu_group_sizes[g], count = args.cu_group_sizes[g + 1] - begin;
+  const double* rewards = args.rewards + begin;
+  float* advantages = args.advantages + begin;
+  const Moments moments = moments_of<true>(rewards, count);
+  const bool dead = moments.n < 2 || moments.all_equal;
   args.dead[g] = dead;
-  const double n = static_cast<double>(moments.n);
-  double divisor = 1;
-  if (!dead && args.divide_by_std) divisor = std::sqrt(moments.m2 / (n - args.ddof)) + args.eps;
-  if (!dead && args.leave_one_out) divisor = (n - 1) / n;
-  for (int64_t i = begin; i < end; ++i) {
-    const bool teaches = !dead && !std::isnan(args.rewards[i]);
-    args.advantages[i] = teaches ? static_cast<float>((args.rewards[i] - moments.mean) / divisor) : 0.0f;
+  if (dead) {
+    for (int64_t i = 0; i < count; ++i) advantages[i] = 0;
+    return;
+  }
+  double factor = 1;
+  if (args.divide_by_std) factor = 1 / (std::sqrt(moments.m2 / (moments.n - args.ddof)) + args.eps);
+  if (args.leave_one_out) factor = moments.n / (moments.n - 1);
+  const double mean = moments.mean;
+  for (int64_t i = 0; i < count; ++i) {
+    const double r = rewards[i], a = (r - mean) * factor;
+    advantages[i] = static_cast<float>(r == r ? a : 0.0);
   }
 }
 
 }  // namespace
 
 void group_advantage(const GroupAdvantageArgs& args, int num_threads) {
-  const int threads = threads_for(args.cu_group_sizes[args.groups], num_threads);
+  // four passes, and a root and a division per group
+  const int threads = threads_for(4 * args.cu_group_sizes[args.groups], num_threads);
   parallel_for(args.groups, threads, [&](int64_t g) { one_group(args, g); });
 }
 

@@ -1,68 +1,64 @@
-// One warp per group: lanes stride over the members, Welford states are merged by shuffles in a fixed tree, so the
-// result is the same on every run. Rewards are read twice; a group is at most a few kB and stays in L1.
-#include <cuda_runtime.h>
-
+// Four lanes per group, in the order of the CPU kernel (cpu/lanes.h): lane k takes the members k, k + 4, k + 8 ..., and
+// the four sums are added as (0 + 2) + (1 + 3). With no fused multiply-add (see CMakeLists.txt) that gives the same
+// bits. A group is read three times; it is at most a few kB and stays in L1.
 #include <cmath>
 
+#include "kernels/cuda/launch.h"
 #include "kernels/group_advantage.h"
 
 namespace fastrl::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kLanes = 4;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-struct Moments {
-  double n, mean, m2, min, max;
-};
-
-__device__ Moments merged(const Moments& a, const Moments& b) {
-  const double n = a.n + b.n;
-  if (n == 0) return a;
-  const double delta = b.mean - a.mean;
-  return {n, (a.n * a.mean + b.n * b.mean) / n, a.m2 + b.m2 + delta * delta * a.n * b.n / n, fmin(a.min, b.min),
-          fmax(a.max, b.max)};
+__device__ double lane_sum(double mine) {
+  mine += __shfl_xor_sync(kFullWarp, mine, 2);
+  return mine + __shfl_xor_sync(kFullWarp, mine, 1);
 }
 
-__device__ Moments of_warp(Moments mine) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    const Moments other = {__shfl_xor_sync(kFullWarp, mine.n, offset), __shfl_xor_sync(kFullWarp, mine.mean, offset),
-                           __shfl_xor_sync(kFullWarp, mine.m2, offset), __shfl_xor_sync(kFullWarp, mine.min, offset),
-                           __shfl_xor_sync(kFullWarp, mine.max, offset)};
-    mine = merged(mine, other);
-  }
-  return mine;
+__device__ double lane_max(double mine) {
+  mine = fmax(mine, __shfl_xor_sync(kFullWarp, mine, 2));
+  return fmax(mine, __shfl_xor_sync(kFullWarp, mine, 1));
 }
 
 __global__ void __launch_bounds__(kThreads) group_advantage_kernel(GroupAdvantageArgs args) {
-  const int64_t g = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / 32;
-  if (g >= args.groups) return;  // whole warps leave together
-  const int lane = threadIdx.x % 32;
-  const int64_t begin = args.cu_group_sizes[g], end = args.cu_group_sizes[g + 1];
+  const int64_t g = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  // Lanes beyond the last group stay for the shuffles, with no members.
+  const bool exists = g < args.groups;
+  const int64_t first = exists ? args.cu_group_sizes[g] + lane : 0, end = exists ? args.cu_group_sizes[g + 1] : 0;
 
-  Moments mine = {0, 0, 0, INFINITY, -INFINITY};
-  for (int64_t i = begin + lane; i < end; i += 32) {
+  double n = 0, mean = 0, max = -INFINITY, minus_min = -INFINITY;
+  for (int64_t i = first; i < end; i += kLanes) {
     const double r = args.rewards[i];
     if (isnan(r)) continue;
-    mine.n += 1;
-    const double delta = r - mine.mean;
-    mine.mean += delta / mine.n;
-    mine.m2 += delta * (r - mine.mean);
-    mine.min = fmin(mine.min, r);
-    mine.max = fmax(mine.max, r);
+    n += 1;
+    mean += r;
+    max = fmax(max, r);
+    minus_min = fmax(minus_min, -r);
   }
-  mine = of_warp(mine);
+  n = lane_sum(n);
+  mean = lane_sum(mean) / n;
+  const bool dead = lane_max(max) == -lane_max(minus_min) || n < 2;
 
-  const bool dead = mine.n < 2 || mine.min == mine.max;
-  if (lane == 0) args.dead[g] = dead;
-  // Every lane must use the same numbers: the xor tree adds in another order per lane.
-  const double mean = __shfl_sync(kFullWarp, mine.mean, 0), m2 = __shfl_sync(kFullWarp, mine.m2, 0);
-  double divisor = 1;
-  if (!dead && args.divide_by_std) divisor = sqrt(m2 / (mine.n - args.ddof)) + args.eps;
-  if (!dead && args.leave_one_out) divisor = (mine.n - 1) / mine.n;
-  for (int64_t i = begin + lane; i < end; i += 32) {
+  double rest = 0, square = 0;  // `rest` is what the rounding of the mean has left over
+  for (int64_t i = first; i < end; i += kLanes) {
+    const double d = args.rewards[i] - mean;
+    if (isnan(d)) continue;
+    rest += d;
+    square += d * d;
+  }
+  rest = lane_sum(rest);
+  const double m2 = lane_sum(square) - rest * rest / n;
+
+  if (exists && lane == 0) args.dead[g] = dead;
+  double factor = 1;
+  if (args.divide_by_std) factor = 1 / (sqrt(m2 / (n - args.ddof)) + args.eps);
+  if (args.leave_one_out) factor = n / (n - 1);
+  for (int64_t i = first; i < end; i += kLanes) {
     const double r = args.rewards[i];
-    args.advantages[i] = dead || isnan(r) ? 0.0f : static_cast<float>((r - mean) / divisor);
+    args.advantages[i] = dead || isnan(r) ? 0.0f : static_cast<float>((r - mean) * factor);
   }
 }
 
@@ -70,9 +66,8 @@ __global__ void __launch_bounds__(kThreads) group_advantage_kernel(GroupAdvantag
 
 int group_advantage(const GroupAdvantageArgs& args, void* stream) {
   if (args.groups == 0) return cudaSuccess;
-  const int64_t blocks = (args.groups * 32 + kThreads - 1) / kThreads;
-  group_advantage_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  return static_cast<int>(cudaGetLastError());
+  const int64_t blocks = (args.groups * kLanes + kThreads - 1) / kThreads;
+  return launch(group_advantage_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream, args);
 }
 
 }  // namespace fastrl::cuda

@@ -1,0 +1,216 @@
+"""The fused loss against the two operators it replaces, and its gradient against float64 truth."""
+
+import math
+
+import pytest
+import torch
+from numerics import assert_at_most_twice
+
+from fastrl_fast.ops import fused_policy_loss, logit_chunks, logit_slabs, packed_logprobs, policy_loss, reference
+
+HEADS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"temperature": 1.3, "softcap": 5.0, "logit_scale": 0.5},
+}
+LOSSES = {
+    "on policy": {},
+    "clipped": {"clip_low": 0.05, "clip_high": 0.1, "dual_clip": 1.5},
+    "cispo": {"clip": "cispo"},
+    "kl": {"kl_coef": 0.3},
+}
+LENGTHS = [7, 1, 0, 12, 5]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Four chunks of rows, several slabs each."""
+    monkeypatch.setitem(logit_chunks.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setitem(logit_slabs.LIMITS, "cpu", logit_slabs.SlabLimits(elements=8 * 27, rows=16, columns=100))
+
+
+def make(name="on policy", *, dtype=torch.float64, rows=11, h=6, v=101, seed=0, spread=0.3):
+    """hidden, weight and bias as leaves; what follows them by position; tensors by keyword."""
+    generator = torch.Generator().manual_seed(seed)
+    n, s = sum(LENGTHS), len(LENGTHS)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    leaves = [noise(rows, h) * 2 / math.sqrt(h), noise(v, h), noise(v)]
+    targets, row_index = torch.randint(v, (n,), generator=generator), torch.randint(rows, (n,), generator=generator)
+    advantages = noise(s)
+    advantages[1] = 0.0
+    weights, cu = noise(s).abs() + 0.1, torch.tensor([0, *LENGTHS]).cumsum(0)
+    own = reference.packed_logprobs(*leaves[:2], targets, row_index=row_index, bias=leaves[2])[0].to(dtype)
+    optional = {"row_index": row_index, "rollout_logprobs": own + 0.1 * noise(n)}
+    if name in ("clipped", "cispo"):
+        optional |= {"old_logprobs": own + spread * noise(n), "token_weights": noise(n).abs().clamp(min=0.2) - 0.2}
+    if name == "kl":
+        optional["ref_logprobs"] = own + spread * noise(n)
+    return [x.requires_grad_() for x in leaves], (targets, advantages, weights, cu), optional
+
+
+def unfused(hidden, weight, targets, *rest, row_index, bias, head, exact=False, **options):
+    """The same from packed_logprobs and policy_loss, or from their references."""
+    logprobs_of, loss_of = (
+        (reference.packed_logprobs, reference.policy_loss) if exact else (packed_logprobs, policy_loss)
+    )
+    logprobs, entropy = logprobs_of(hidden, weight, targets, row_index=row_index, bias=bias, **head)
+    loss, stats = loss_of(logprobs, *rest, **options)
+    return loss, logprobs.detach(), entropy.detach(), stats if isinstance(stats, dict) else stats._asdict()
+
+
+def fused(hidden, weight, targets, *rest, head, **options):
+    loss, logprobs, entropy, stats = fused_policy_loss(hidden, weight, targets, *rest, **head, **options)
+    return loss, logprobs, entropy, stats._asdict()
+
+
+def run(function, leaves, rest, optional, **options):
+    hidden, weight, bias = leaves
+    outputs = function(hidden, weight, *rest, bias=bias, **optional, **options)
+    return outputs, torch.autograd.grad(outputs[0], leaves)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_the_two_operators(name, head, small_chunks):
+    for seed in range(3):
+        case = make(name, seed=seed)
+        ours, gradients = run(fused, *case, head=head, **LOSSES[name])
+        truth, true_gradients = run(unfused, *case, head=head, **LOSSES[name])
+        torch.testing.assert_close(ours[:3], truth[:3], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(gradients, true_gradients, rtol=1e-10, atol=1e-13)
+        for key, value in truth[3].items():
+            torch.testing.assert_close(ours[3][key], value, rtol=1e-11, atol=1e-13, msg=key)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_is_as_exact_as_torch(name, small_chunks):
+    case = make(name, dtype=torch.float32, h=24, v=1003)
+    wide = ([x.detach().double().requires_grad_() for x in case[0]],
+            tuple(x.double() if x.is_floating_point() else x for x in case[1]),
+            {k: v.double() if v.is_floating_point() else v for k, v in case[2].items()})  # fmt: skip
+    ours = run(fused, *case, head={}, **LOSSES[name])
+    torchs = run(lambda *a, **k: unfused(*a, exact=True, **k), *case, head={"dtype": torch.float32}, **LOSSES[name])
+    truth = run(lambda *a, **k: unfused(*a, exact=True, **k), *wide, head={}, **LOSSES[name])
+    for x, y, t in zip(ours[0][1:3], torchs[0][1:3], truth[0][1:3], strict=True):
+        assert_at_most_twice(x, y, t, size=20.0)
+    for x, y, t, size in zip(ours[1], torchs[1], truth[1], (3.5, 1.0, 1.0), strict=True):
+        assert_at_most_twice(x, y, t, size=20 * size)
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "sequence_token"])
+def test_sequence_ratios_on_policy(ratio, small_chunks):
+    """Before the first update every ratio is 1, and the tokens are independent."""
+    case = make()
+    ours, gradients = run(fused, *case, head={}, ratio=ratio, kl_coef=0.0)
+    truth, true_gradients = run(unfused, *case, head={}, ratio=ratio)
+    torch.testing.assert_close(ours[:3], truth[:3], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gradients, true_gradients, rtol=1e-10, atol=1e-13)
+    with pytest.raises(ValueError, match=f"ratio '{ratio}' with old_logprobs or token_weights needs policy_loss"):
+        run(fused, *make("clipped"), head={}, ratio=ratio)
+
+
+def test_rows_without_gradient_are_not_multiplied(monkeypatch):
+    """No advantage, masked, clipped: the last is known only after the first GEMM."""
+    seen = []
+    fill, differentiate = logit_slabs.Head.fill, logit_slabs.differentiate
+    monkeypatch.setattr(
+        logit_slabs.Head, "fill", lambda self, x, *a: (seen.append(("made", len(x))), fill(self, x, *a))
+    )
+    monkeypatch.setattr(
+        logit_slabs, "differentiate", lambda x, *a: (seen.append(("moved", len(x))), differentiate(x, *a))[1]
+    )
+    leaves, rest, optional = make()
+    optional["token_weights"] = (torch.arange(25) != 3).double()
+    own = packed_logprobs(*leaves[:2], rest[0], row_index=optional["row_index"], bias=leaves[2])[0]
+    optional["old_logprobs"] = own.detach() - 1  # every ratio is e, far above the clip
+    seen.clear()
+    run(fused, leaves, rest, optional, head={})
+    positive = int((torch.repeat_interleave(rest[1], rest[3].diff()) * optional["token_weights"] > 0).sum())
+    quiet = 1 + LENGTHS[1]
+    moved = 25 - quiet - positive
+    assert seen == [("made", 25 - quiet), *([("moved", moved)] if moved else []), ("made", quiet)]
+
+
+def test_low_precision_is_float32_inside():
+    leaves, rest, optional = make(dtype=torch.float32, h=24, v=1003)
+    low = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    same = [x.detach().float().requires_grad_() for x in low]
+    (ours, gradients), (exact, exact_gradients) = (run(fused, x, rest, optional, head={}) for x in (low, same))
+    assert all(torch.equal(x, y) for x, y in zip(ours[:3], exact[:3], strict=True))
+    for x, y in zip(gradients, exact_gradients, strict=True):
+        assert x.dtype == torch.bfloat16 and torch.equal(x, y.bfloat16())
+
+
+def test_backward_scales_and_frozen_tensors_get_none():
+    leaves, rest, optional = make()
+    once, thrice = (
+        run(lambda *a, f=f, **k: (fused(*a, **k)[0] * f,), leaves, rest, optional, head={})[1] for f in (1, 3)
+    )
+    for x, y in zip(once, thrice, strict=True):
+        torch.testing.assert_close(3 * x, y)
+    hidden, weight, bias = leaves
+    loss = fused_policy_loss(hidden, weight.detach(), *rest, bias=bias.detach(), **optional)[0]
+    assert torch.equal(torch.autograd.grad(loss, hidden)[0], once[0])
+    with torch.no_grad():
+        assert torch.equal(fused_policy_loss(hidden, weight, *rest, bias=bias, **optional)[0], loss)
+
+
+def test_no_tokens():
+    leaves, (_, _, _, _), _ = make()
+    none, cu = torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    outputs, gradients = run(fused, leaves, (none, torch.ones(1), torch.ones(1), cu), {"row_index": none}, head={})
+    assert float(outputs[0].detach()) == 0 and outputs[1].shape == (0,)
+    assert not any(bool(x.any()) for x in gradients)
+
+
+def test_thread_count_changes_no_bit():
+    case = make(dtype=torch.float32, h=24, v=8009)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            outputs, gradients = run(fused, *case, head={})
+            results.append([*outputs[:3], *outputs[3].values(), *gradients])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_opcheck_gradcheck_and_compile(small_chunks):
+    (hidden, weight, bias), rest, optional = make("clipped")
+    targets, advantages, weights, cu = rest
+    arguments = (
+        hidden, weight, targets, optional["row_index"], bias, 0.7, None, 1.0, optional["old_logprobs"], None, None,
+        advantages, weights, optional["token_weights"], cu, 0, 2, 0.2, 0.2, math.inf, 0.0, [True, True, True],
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.fastrl_fast.fused_policy_loss.default, arguments)
+
+    def loss(*leaves):
+        x, w, b = leaves
+        return fused_policy_loss(x, w, *rest, bias=b, **optional, clip_low=0.9, clip_high=9.0)[0]
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for x, y in zip(*(torch.autograd.grad(f(hidden, weight, bias), (hidden, weight, bias)) for f in (loss, compiled)),
+                    strict=True):  # fmt: skip
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"clip_low": -1.0}, "clip_low must be >= 0"),
+        ({"kl_coef": 0.1}, "kl_coef = 0.1 needs ref_logprobs"),
+        ({"old_logprobs": torch.zeros(3)}, "old_logprobs must be one per token (25), not [3]"),
+    ],
+)
+def test_what_is_refused(change, message):
+    (hidden, weight, _), rest, optional = make()
+    with pytest.raises(ValueError) as caught:
+        fused_policy_loss(hidden, weight, *rest, row_index=optional["row_index"], **change)
+    assert message in str(caught.value)
