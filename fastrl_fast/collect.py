@@ -162,6 +162,7 @@ class Collector:
 
 
 def _leave_out(group: Group, reason: str, collected: Collected) -> None:
+    group.dead = Outcome.of(group).dead
     for rollout in group.rollouts:
         rollout.drop_reason = reason if rollout.graded else UNGRADED
     collected.left_out.append(group)

@@ -8,9 +8,14 @@ from .budget import Budget
 from .outcome import Outcome
 
 
+def dead_chance(size: int, rate: float) -> float:
+    """p^N + (1 - p)^N: the chance that a group of N shows one outcome only."""
+    return rate**size + (1 - rate) ** size
+
+
 def value(size: int, rate: float) -> float:
     """V(N, p) = (1 - p^N - (1 - p)^N) p (1 - p)^2: the chance of a mixed group times what it teaches."""
-    return (1 - rate**size - (1 - rate) ** size) * rate * (1 - rate) ** 2
+    return (1 - dead_chance(size, rate)) * rate * (1 - rate) ** 2
 
 
 def allocate(rates: list[float | None], *, group_size: int, low: int, high: int) -> list[int]:
