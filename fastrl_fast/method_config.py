@@ -44,7 +44,8 @@ class BudgetConfig:
     until: Literal["positive", "balanced"] = "balanced"
     """`reinforce_ada` ends a prompt with one right answer, or with prune.keep / 2 right and as many wrong."""
     epoch_steps: int | None = None
-    """Steps that `ars` and `greso` count as an epoch; by default one pass over the data."""
+    """Steps that `ars` and `greso` count as an epoch; by default one pass over the data, or a tenth of a run of less
+    than two passes."""
     filter: bool = False
     """Leave out groups whose mean lies outside (filter_low, filter_high) and sample further prompts in their place
     (DAPO's dynamic sampling, EasyR1's online filter)."""

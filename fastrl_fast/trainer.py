@@ -110,6 +110,7 @@ class Trainer:
         if config.prune.align > 1:
             put_back(groups, distributed.gather_lists(offers(groups, kl=kl)), multiple=config.prune.align)
 
+    @phase("prune")
     def learn(self, collected: Collected) -> None:
         """Every rank remembers all ranks' outcomes, so that all plan alike."""
         outcomes = distributed.gather_lists(collected.outcomes())

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastrl_fast.budget import Outcome, build_budget
+from fastrl_fast.budget.budget import FixedBudget
 from fastrl_fast.budget.ceiling import ArsCeiling, FixedCeiling
 from fastrl_fast.budget.greso import ALWAYS, GresoBudget
 from fastrl_fast.budget.knapsack import KnapsackBudget, allocate, dead_chance, value
@@ -215,3 +216,21 @@ def test_a_restored_budget_plans_alike(kind):
     for number in range(4, 9):
         assert step(whole, number) == step(second, number)
     assert whole.state_dict() == second.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "given", "expected"),
+    [(None, 3, None, 4), (8, 1, None, 4), (7, 1, None, 1), (60, 1, 5, 5), (None, 1, None, 1)],
+)
+def test_epochs_of_long_and_short_runs(max_steps, epochs, given, expected):
+    """A pass over 64 prompts is four steps; a run of less than two passes would never see one end in time."""
+    config = Config(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d", prompts_per_step=16),
+        budget=BudgetConfig(kind="ars", epoch_steps=given),
+        max_steps=max_steps,
+        epochs=epochs,
+    )
+    budget = build_budget(config, prompts=64)
+    assert isinstance(budget, FixedBudget) and isinstance(budget.ceiling, ArsCeiling)
+    assert budget.ceiling.epoch_steps == expected

@@ -13,9 +13,9 @@ __all__ = ["Budget", "Outcome", "build_budget"]
 
 
 def build_budget(config: Config, *, prompts: int) -> Budget:
-    """The budget of `config.budget.kind`; `prompts` in the data set the length of an epoch."""
+    """The budget of `config.budget.kind`; the data's number of prompts sets the length of an epoch."""
     c = config.budget
-    epoch_steps = c.epoch_steps or max(1, prompts // config.data.prompts_per_step)
+    epoch_steps = c.epoch_steps or _epoch_steps(config, prompts)
     start = c.group_size if c.kind in ("fixed", "ars") else c.max_group_size
     ceiling: Ceiling = FixedCeiling(start)
     if c.kind in ARS:
@@ -29,3 +29,10 @@ def build_budget(config: Config, *, prompts: int) -> Budget:
     both = c.kind == "reinforce_ada" and c.until == "balanced"
     right, wrong = ((config.prune.keep + 1) // 2, (config.prune.keep + 1) // 2) if both else (1, 0)
     return RoundsBudget(c.group_size, extra=c.extra, ceiling=ceiling, right=right, wrong=wrong)
+
+
+def _epoch_steps(config: Config, prompts: int) -> int:
+    """Steps of one pass over the data; of a run that ends before its second pass, a tenth of its steps."""
+    one_pass = max(1, prompts // config.data.prompts_per_step)
+    total = config.max_steps or config.epochs * one_pass
+    return one_pass if total >= 2 * one_pass else max(1, total // 10)

@@ -79,8 +79,8 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
         ),
         "aligned": change(
             plain,
-            prune=PruneConfig(method="mdap", tau=1.0, align=5),
-            updates=UpdatesConfig(rollouts_per_update=5),
+            prune=PruneConfig(method="mdap", tau=1.0, align=4),
+            updates=UpdatesConfig(rollouts_per_update=4),
         ),
         # All prompts but one are mostly skipped: in some tries there are fewer prompts than ranks.
         "skipping": change(plain, budget=BudgetConfig(kind="greso", group_size=4, tries=6)),
