@@ -114,7 +114,7 @@ class PruneConfig:
     keep_fraction: float = 0.5
     """Share of a group that random, cppo and pods keep; chance of a rollout with a small advantage under dppo."""
     keep: int = 4
-    """Rollouts that balanced keeps of a group, and aero of one whose rewards are all equal."""
+    """Rollouts that balanced keeps of a group, and aero of one that is all right or all wrong."""
     wrong_per_right: float = 1.0
     """Wrong rollouts that aero keeps per right one."""
     align: int = 1

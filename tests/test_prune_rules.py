@@ -155,9 +155,10 @@ def test_aero_keeps_some_of_a_dead_group():
     assert len(kept(pruned([0.0] * 3, PruneConfig(method="aero", keep=4)))) == 3
 
 
-def test_aero_keeps_groups_that_differ_without_a_right_answer():
-    """Rewards that are not binary: half a point for the format is a difference worth learning."""
-    assert kept(pruned([0.5, 0.0, 0.0, 0.5], PruneConfig(method="aero"))) == [0, 1, 2, 3]
+def test_aero_counts_right_answers_and_not_rewards():
+    """Half a point for the format makes no answer right: such a group is all wrong, though not dead."""
+    group = pruned([0.5, 0.0, 0.0, 0.5, 0.5, 0.0], PruneConfig(method="aero", keep=4))
+    assert len(kept(group)) == 4 and not group.dead
 
 
 def test_aero_then_mdap_prunes_what_rejection_left():

@@ -11,17 +11,16 @@ from .rule import Dice, keep_only, members
 def reject(groups: list[Group], config: PruneConfig, dice: Dice) -> None:
     """AERO's rejection (a reconstruction; algorithms.md 2.4).
 
-    A dead group keeps `config.keep` rollouts. With fewer than half right, all c right ones and floor(wrong_per_right
-    c) wrong ones stay. Other groups stay whole, and so do those that differ in reward without a right answer. Which
-    ones stay is drawn by lot.
+    A group that is all right or all wrong keeps `config.keep` rollouts. With fewer than half right, all c right ones
+    and floor(wrong_per_right c) wrong ones stay. Other groups stay whole. Which ones stay is drawn by lot.
     """
     for group in groups:
         own = members(group)
         right = [i for i in own if group.rollouts[i].right]
         wrong = [i for i in own if not group.rollouts[i].right]
-        if group.dead:
+        if not right or not wrong:
             keep_only(group, dice.some(group, own, config.keep), REJECTED)
-        elif 0 < len(right) < len(own) / 2:
+        elif len(right) < len(own) / 2:
             few = dice.some(group, wrong, math.floor(config.wrong_per_right * len(right)))
             keep_only(group, right + few, REJECTED)
 
