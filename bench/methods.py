@@ -47,7 +47,8 @@ def arguments(objective: str, method: str, seed: int, options: argparse.Namespac
     if method in FIRST:
         both = [*ours, *theirs, *(GRPO_LOSS if objective == "grpo" else [])]
         if method == "fastrl_code" and objective == "gspo":
-            both.append("--updates.minibatches=1")
+            # A quarter of a plain update, as elsewhere: gspo's are four a step.
+            both += ["--updates.minibatches=1", "--updates.rollouts_per_update=8", "--prune.align=8"]
     else:
         both = [*theirs, *ours]
     evaluation = [f"--eval.every={max(1, options.steps // 5)}", f"--eval.prompts={options.eval_prompts}"]

@@ -131,7 +131,7 @@ class Collector:
     def _take(self, groups: list[Group], needed: int, collected: Collected) -> int:
         """Sort groups into those to train on and those left out; return how many were taken on all ranks."""
         passed = [group.number for group in groups if self._passes(group)]
-        taken = sorted(distributed.gather_lists(passed))[:needed]
+        taken = set(sorted(distributed.gather_lists(passed))[:needed])
         for group in groups:
             if group.number in taken:
                 collected.groups.append(group)
