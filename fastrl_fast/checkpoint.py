@@ -30,7 +30,21 @@ class Checkpointer:
         self.keep = keep
 
     def save(self, step: int, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-        """Write `step` beside its place and rename it when complete; all ranks call this together."""
+        """Write `step` beside its place and rename it when complete; all ranks call this together.
+
+        Raises ValueError where it cannot be written, with the checkpoints before it untouched.
+        """
+        try:
+            self._save(step, model, optimizer, state)
+        except (OSError, dcp.CheckpointException) as error:
+            # With a full disk torch's own reason may be an offset in a file.
+            free = shutil.disk_usage(self.folder.parent).free
+            raise ValueError(
+                f"run_dir: the checkpoint of step {step} cannot be written to {self.folder} ({free / 1e6:.0f} MB "
+                f"free); those before it are untouched: {_reason(error)}"
+            ) from error
+
+    def _save(self, step: int, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
         final = self.folder / f"{PREFIX}{step:06d}"
         partial = self.folder / f".partial-{final.name}"
         if distributed.rank() == 0:
@@ -96,6 +110,12 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
         warnings.filterwarnings("ignore", "torch.distributed is .*(unavailable|uninitialized)")
         dcp.load({"model": weights}, storage_reader=reader)
     return {name.removeprefix("lm."): weight for name, weight in weights.items()}
+
+
+def _reason(error: BaseException) -> str:
+    """One line, of the first rank that has one; torch's own text is the tracebacks of all ranks."""
+    failures = error.failures.values() if isinstance(error, dcp.CheckpointException) else ()
+    return " ".join(str(next((failure for failure, _ in failures), error)).split())
 
 
 def _write_durably(path: Path, text: str) -> None:

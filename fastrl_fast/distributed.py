@@ -1,6 +1,9 @@
 """Process group, sharding, and the few collectives of a step; everything works with one process too."""
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -8,13 +11,18 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 T = TypeVar("T")
 
+_PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h: the signal to get when the parent ends."""
+
 
 def start() -> torch.device:
     """Join the process group that torchrun describes (or a group of one) and return this rank's device."""
+    _end_with_launcher()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -26,6 +34,13 @@ def start() -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel end this rank when torchrun ends, be it by kill -9: it would go on writing to the run's folder,
+    and a restart of the same command would write beside it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stop() -> None:
@@ -45,18 +60,21 @@ def barrier() -> None:
     dist.barrier()
 
 
-def shard(model: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype) -> None:
-    """Shard `model` over all ranks with FSDP2, each of `layers` as a unit of its own; computes in `dtype`, reduces in
-    float32.
+def shard(model: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Move `model` to `device` and shard it over all ranks with FSDP2, each of `layers` as a unit of its own; computes
+    in `dtype`, reduces in float32.
 
-    With one rank and float32 nothing would change, so nothing is done.
+    FSDP2 moves unit by unit, so that a device never holds the whole model. With one rank and float32 there is nothing
+    to shard.
     """
     if world_size() == 1 and dtype == torch.float32:
+        model.to(device)
         return
+    mesh = init_device_mesh(device.type, (world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def set_last_microbatch(model: nn.Module, last: bool) -> None:
@@ -82,6 +100,15 @@ def gather_lists(items: list[T]) -> list[T]:
     return [item for part in parts for item in part]
 
 
+def gather_to_first(items: list[T]) -> list[T]:
+    """The items of all ranks, in rank order, on rank 0; nothing on the others."""
+    if world_size() == 1:
+        return items
+    parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(items, parts)
+    return [item for part in parts or () for item in part]
+
+
 def all_sum(values: Tensor) -> Tensor:
     """The sum over all ranks, on every rank."""
     if world_size() > 1:
@@ -98,13 +125,19 @@ def broadcast_object(value: T) -> T:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do the same work on every rank; a ValueError on any rank is raised on all, with the first such rank's message."""
-    result, error = None, None
+    """Do the same work on every rank; where it raises ValueError on any, every rank raises one.
+
+    A rank raises its own, with its traceback, and one that had none the message of the first that had.
+    """
+    result, problem = None, None
     try:
         result = work()
-    except ValueError as problem:
-        error = str(problem)
-    for message in gather_lists([error]):
+    except ValueError as error:
+        problem = error
+    messages = gather_lists([None if problem is None else str(problem)])
+    if problem is not None:
+        raise problem
+    for message in messages:
         if message is not None:
             raise ValueError(message)
     return cast(T, result)

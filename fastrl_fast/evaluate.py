@@ -29,9 +29,10 @@ def main() -> int:
     device = distributed.start()
     try:
         result = evaluate(config, run, device)
+        if distributed.rank() == 0:
+            print(json.dumps(result))
     finally:
         distributed.stop()
-    print(json.dumps(result))
     return 0
 
 

@@ -20,9 +20,13 @@ def main() -> int:
 
 
 def export(run: Path, out: Path) -> None:
-    """Write weights, configuration and tokenizer. Raises ValueError where `out` holds files or `run` no checkpoint."""
+    """Write weights, configuration and tokenizer.
+
+    Raises ValueError where `out` holds files, or `run` is no run or has no checkpoint.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out_dir: {out} exists and is not an empty folder")
+    run_folder.load_settings(run)
     config, _ = cli.parse(["--config", str(run / run_folder.CONFIG_FILE)], prog="fastrl_fast.export")
     weights = load_weights(run / "checkpoints")
     save_pretrained(resolve_model(config.model.path), weights, out, config.model)

@@ -122,9 +122,11 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
     )
     measured = {k.removeprefix("eval/"): v for k, v in metrics.items() if k.startswith(("eval/avg", "eval/pass"))}
     accuracy = "".join(f"  {name} {value:.3f}" for name, value in measured.items())
+    ungraded = metrics.get("dropped/ungraded", 0)
     return (
         f"step {step:4d}  reward {metrics['reward/mean']:.3f}  kept {metrics['rollouts/kept_fraction']:4.0%}  "
         f"dead {metrics['groups/dead']:.0f}/{metrics['groups/count']:.0f}  "
+        f"{f'ungraded {ungraded:.0f}  ' if ungraded else ''}"
         f"tokens {metrics['tokens/generated']:.0f} -> {metrics['tokens/trained']:.0f}  "
         f"{metrics['seconds/step']:.2f} s ({seconds}){accuracy}"
     )

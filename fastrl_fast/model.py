@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
@@ -146,13 +147,17 @@ class Policy(nn.Module):
 
 
 def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    """Raises ValueError where transformers finds no tokenizer at `path`."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(_cannot_load(config, "tokenizer", error)) from error
 
 
 def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
     """Load the model in float32, dropout off.
 
-    Raises ValueError where transformers finds no causal language model at `path`.
+    Raises ValueError where transformers finds no causal language model at `path`, or its file is damaged.
     """
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
@@ -166,8 +171,12 @@ def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: cannot load {config.path!r}: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(_cannot_load(config, "model", error)) from error
+
+
+def _cannot_load(config: ModelConfig, what: str, error: Exception) -> str:
+    return f"model.path: cannot load the {what} of {config.path!r}: {' '.join(str(error).split())}"
 
 
 def build_policy(lm: PreTrainedModel, config: ModelConfig, *, temperature: float) -> Policy:

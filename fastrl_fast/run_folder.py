@@ -1,7 +1,9 @@
 """The folder of a run: a fresh one, or the same run to go on with; never somebody else's files."""
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ OWN = ("checkpoints", "tensorboard", "metrics.jsonl", "rollouts.jsonl", SUMMARY_
 PARTIAL = ".partial-"
 """Before the name of a file that is not complete yet."""
 
+_held: dict[Path, int] = {}
+"""Folders that this process has locked, with the descriptors that hold the locks."""
+
 FREE_TO_CHANGE = ("run_dir", "overwrite", "max_steps", "epochs", "log", "checkpoint", "eval", "reward.workers")
 """Settings that may differ when a run is resumed: they do not touch what was trained so far."""
 
@@ -23,12 +28,18 @@ def open_run_folder(settings: dict[str, Any], recipe: str, *, total_steps: int) 
     """Return the folder to write to, created, with the settings in it.
 
     Without `run_dir` it is runs/RECIPE-HASH, with -2, -3 ... behind finished runs. An unfinished run of the same
-    settings is gone on with. Raises ValueError where the folder holds another run, a finished run or other files.
+    settings is gone on with. Until this process ends no other one may open the folder. Raises ValueError where the
+    folder holds another run, a finished run or other files, is being written to, or cannot be written to.
     """
     folder = Path(settings["run_dir"]) if settings["run_dir"] else _default_folder(settings, recipe)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir: {folder} is a file")
-    if folder.is_dir() and any(not path.name.startswith(PARTIAL) for path in folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run_dir: cannot make {folder}: {error}") from error
+    _lock(folder)
+    if any(not path.name.startswith(PARTIAL) for path in folder.iterdir()):
         if not _is_run(folder, settings):
             raise ValueError(f"run_dir: {folder} holds files that are not of a run; choose another")
         if settings["overwrite"]:
@@ -37,8 +48,10 @@ def open_run_folder(settings: dict[str, Any], recipe: str, *, total_steps: int) 
             _check_same_run(folder, settings)
             if (done := finished_steps(folder)) >= total_steps:
                 raise ValueError(f"run_dir: {folder} holds a finished run of {done} steps; raise --max_steps to go on")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(folder / CONFIG_FILE, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    try:
+        _write_whole(folder / CONFIG_FILE, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise ValueError(f"run_dir: cannot write to {folder}: {error}") from error
     return folder
 
 
@@ -59,6 +72,22 @@ def load_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"run_dir: {folder} is not the folder of a run (no {CONFIG_FILE})")
     return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _lock(folder: Path) -> None:
+    """Raise ValueError where another process holds the folder; the kernel lets go of it when this one ends."""
+    if (place := folder.resolve()) in _held:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"run_dir: another process is writing to {folder}; end it or choose another") from None
+    except OSError:  # some network file systems know no locks
+        os.close(descriptor)
+    else:
+        _held[place] = descriptor
 
 
 def _is_run(folder: Path, settings: dict[str, Any]) -> bool:

@@ -46,11 +46,11 @@ def rollout_sums(groups: list[Group], terms: Sequence[RewardTerm]) -> dict[str, 
 
 
 def add_up(sums: dict[str, float], update_sums: dict[str, Tensor]) -> dict[str, float]:
-    """Both kinds of sums, added over all ranks, in one synchronisation."""
-    names = [*sums, *update_sums]
-    local = [torch.tensor(value, dtype=torch.float64) for value in sums.values()]
-    moved = torch.stack([*local, *(value.detach().double().cpu() for value in update_sums.values())])
-    return dict(zip(names, distributed.all_sum(moved).tolist(), strict=True))
+    """Both kinds of sums, added over all ranks; `update_sums` leave their device in one copy."""
+    on_host = torch.tensor(list(sums.values()), dtype=torch.float64)
+    moved = torch.stack([value.detach().double() for value in update_sums.values()]).cpu()
+    everywhere = distributed.all_sum(torch.cat([on_host, moved]))
+    return dict(zip([*sums, *update_sums], everywhere.tolist(), strict=True))
 
 
 AS_THEY_ARE = ("dropped/", "dropped_tokens/", "flops/", "flops_saved/")

@@ -2,6 +2,8 @@
 RL."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import cli, distributed, run_folder, savings
-from .accuracy import Accuracy, build_accuracy, build_grader
+from .accuracy import Accuracy, build_accuracy, build_grader, grading_columns
 from .advantage import Posterior
 from .budget import build_budget
 from .builtin import resolve_model
@@ -22,6 +24,7 @@ from .optimizer import build_optimizer
 from .rewards import Grader
 from .rollout import build_sampler
 from .trainer import Parts, Trainer
+from .types import Group, Prompt, Rollout
 
 
 def main() -> int:
@@ -50,13 +53,13 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
         inputs = distributed.together(lambda: load_inputs(config, grader))
         total_steps = config.max_steps or config.epochs * len(inputs.data) // config.data.prompts_per_step
         folder = _open_folder(config, recipe, total_steps)
-        log = _build_log(folder, config, total_steps)
-        parts = build_parts(config, inputs, grader, device, folder=folder, log=log)
-        trainer = Trainer(config, parts, total_steps=total_steps)
-        _start(trainer)
-        trainer.run()
-        if log:
-            _finish(trainer, folder, log)
+        with _run_log(folder, config, total_steps) as log:
+            parts = build_parts(config, inputs, grader, device, folder=folder, log=log)
+            trainer = Trainer(config, parts, total_steps=total_steps)
+            _start(trainer)
+            trainer.run()
+            if log:
+                _finish(trainer, folder, log)
     return 0
 
 
@@ -65,7 +68,16 @@ def load_inputs(config: Config, grader: Grader) -> Inputs:
     path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(path, config.model)
     data = PromptData(config.data, tokenizer, seed=config.seed)
-    return Inputs(load_causal_lm(path, config.model), tokenizer, data, build_accuracy(config, tokenizer, grader))
+    accuracy = build_accuracy(config, tokenizer, grader)
+    for prompt in [*data.first(1), *(accuracy.prompts[:1] if accuracy else [])]:
+        _check_columns(grader, prompt)
+    return Inputs(load_causal_lm(path, config.model), tokenizer, data, accuracy)
+
+
+def _check_columns(grader: Grader, prompt: Prompt) -> None:
+    """Raise ValueError for a column that a reward needs and the data has not: grading nothing finds out."""
+    _, _, columns = grading_columns([Group(prompt, [Rollout([], [], "stop")])])
+    grader.grade([], [], {name: [] for name in columns})
 
 
 def build_parts(
@@ -74,12 +86,12 @@ def build_parts(
     """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     sampler = build_sampler(config.rollout, sampler_copy(inputs.lm, dtype=dtype, device=device), inputs.tokenizer)
-    policy = build_policy(inputs.lm, config.model, temperature=config.rollout.temperature).to(device)
+    policy = build_policy(inputs.lm, config.model, temperature=config.rollout.temperature)
     reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
     shape = policy.shape
     for model in (policy, reference):
         if model is not None:
-            distributed.shard(model, model.shard_units, dtype=dtype)
+            distributed.shard(model, model.shard_units, dtype=dtype, device=device)
     return Parts(
         policy=policy,
         shape=shape,
@@ -110,10 +122,17 @@ def _open_folder(config: Config, recipe: str, total_steps: int) -> Path:
     return folder
 
 
-def _build_log(folder: Path, config: Config, total_steps: int) -> RunLog | None:
+@contextmanager
+def _run_log(folder: Path, config: Config, total_steps: int) -> Iterator[RunLog | None]:
+    """Rank 0's log, closed however the run ends: an open progress bar hides the terminal's cursor."""
     if distributed.rank() != 0:
-        return None
-    return RunLog(folder, total_steps=total_steps, trackers=config.log.trackers, settings=cli.to_dict(config))
+        yield None
+        return
+    log = RunLog(folder, total_steps=total_steps, trackers=config.log.trackers, settings=cli.to_dict(config))
+    try:
+        yield log
+    finally:
+        log.close()
 
 
 def _start(trainer: Trainer) -> None:
@@ -143,7 +162,6 @@ def _finish(trainer: Trainer, folder: Path, log: RunLog) -> None:
     for name in (name for name in before if name in after and name != "ungraded"):
         log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
     log.say(f"run folder: {folder}")
-    log.close()
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ class Trainer:
     def _report(self, collected: Collected, updates: int, sums: dict[str, Tensor]) -> dict[str, float]:
         terms, groups = self.config.reward.terms, [*collected.groups, *collected.left_out]
         if self.config.log.rollouts:
-            records = distributed.gather_lists(step_report.rollout_records(groups, self.steps_done))
+            records = distributed.gather_to_first(step_report.rollout_records(groups, self.steps_done))
             if self.parts.log:
                 self.parts.log.rollouts(records)
         passes = savings.Passes.of(self.config, updates=updates)

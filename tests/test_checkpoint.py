@@ -89,7 +89,7 @@ def test_c04_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr("fastrl_fast.checkpoint._write_durably", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(ValueError, match=r"^run_dir: the checkpoint of step 2 cannot be written.*No space left"):
             Checkpointer(tmp_path, keep=1).save(2, *trained(0, 2), {})
     assert [folder.name for folder in complete(tmp_path)] == ["step_000001"]
     # C05: the leftover of the failed save is in nobody's way.

@@ -45,6 +45,7 @@ def test_the_line_of_a_step():
     assert step_line(7, METRICS) == (
         "step    7  reward 0.123  kept  50%  dead 3/16  tokens 1000 -> 400  1.50 s (sample 1.25 update 0.20)"
     )
+    assert "dead 3/16  ungraded 12  tokens" in step_line(7, METRICS | {"dropped/ungraded": 12.0})
     after = step_line(7, METRICS | {"eval/avg@4": 0.25, "eval/pass@4": 0.75, "eval/ungraded": 1.0})
     assert after.endswith("(sample 1.25 update 0.20)  avg@4 0.250  pass@4 0.750")
 

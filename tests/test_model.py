@@ -32,6 +32,7 @@ from fastrl_fast.model import (
     frozen_copy,
     full_weights,
     load_causal_lm,
+    load_tokenizer,
     sampler_copy,
 )
 from fastrl_fast.ops import packed_logprobs
@@ -268,3 +269,13 @@ def test_a_path_without_a_model_is_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match=r"^model\.path: cannot load") as error:
         load_causal_lm(str(tmp_path / "none"), replace(SETTINGS, path="some/model"))
     assert "\n" not in str(error.value)
+
+
+def test_a_model_folder_without_a_tokenizer_or_with_a_damaged_file_is_one_clear_line(make_lm, tmp_path):
+    make_lm("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^model\.path: cannot load the tokenizer of 'some/model'"):
+        load_tokenizer(str(tmp_path), replace(SETTINGS, path="some/model"))
+    # What git leaves where large files were not fetched.
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=r"^model\.path: cannot load the model of 'some/model'"):
+        load_causal_lm(str(tmp_path), replace(SETTINGS, path="some/model"))

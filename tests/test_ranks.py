@@ -61,7 +61,9 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
         out = folder / f"{ranks}.pt"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         args = [out, folder / "model", folder / "data.jsonl", folder / "rewards.py"]
+        # A script looks beside itself and then at what is installed: make it the package that is tested here.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+        env["PYTHONPATH"] = str(MODEL_DIR.parents[2])
         done = subprocess.run([*launch, WORKER, *args], env=env, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         results[ranks] = torch.load(out)

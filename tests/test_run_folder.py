@@ -2,7 +2,10 @@
 
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,28 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path):
     open_run_folder(settings("--run_dir", "r", "--seed", "5", "--overwrite", "true"), "demo", total_steps=4)
     assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "notes.txt"]
     assert load_settings(folder)["seed"] == 5 and (elsewhere / "kept").is_file()
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
+    """The same command started twice; afterwards it is free again, however the other one ended."""
+    folder = open_run_folder(settings("--run_dir", "r", "--seed", "7"), "demo", total_steps=4)
+    os.close(run_folder._held.pop(folder.resolve()))
+    program = f"import fcntl, os; fcntl.flock(os.open('{folder}', os.O_RDONLY), fcntl.LOCK_EX); print(); input()"
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"\n"
+    before = snapshot(folder)
+    for overwrite in ("false", "true"):
+        with pytest.raises(ValueError, match="run_dir: another process is writing to r"):
+            open_run_folder(settings("--run_dir", "r", "--overwrite", overwrite), "demo", total_steps=4)
+    assert snapshot(folder) == before
+    other.kill()
+    other.communicate()
+    open_run_folder(settings("--run_dir", "r", "--seed", "7"), "demo", total_steps=4)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line():
+    with pytest.raises(ValueError, match="run_dir: cannot make /proc/none"):
+        open_run_folder(settings("--run_dir", "/proc/none"), "demo", total_steps=4)
 
 
 def test_load_settings_wants_a_run(tmp_path):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastrl_fast import cli, evaluate, export, train
 from fastrl_fast.checkpoint import load_weights
+from fastrl_fast.trainer import Trainer
 
 SMALL = [
     "--data.prompts_per_step=4",
@@ -109,9 +110,36 @@ def test_export_and_evaluate_read_the_run(
     assert len(AutoTokenizer.from_pretrained(out)) > 0
     with pytest.raises(ValueError, match="out_dir"):
         export.export(whole_run, out)
+    with pytest.raises(ValueError, match=r"run_dir: .* is not the folder of a run"):
+        export.export(tmp_path / "none", tmp_path / "other")
     monkeypatch.setattr(sys, "argv", ["evaluate", str(whole_run)])
     assert evaluate.main() == 0
     assert json.loads(capsys.readouterr().out)["avg@1"] == records(whole_run / "metrics.jsonl")[-1]["eval/avg@1"]
+
+
+def test_the_log_is_closed_when_a_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open progress bar leaves the terminal without a cursor."""
+    logs = []
+
+    def interrupted(trainer: Trainer) -> None:
+        logs.append(trainer.parts.log)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["train", *SMALL, f"--run_dir={tmp_path / 'run'}"])
+    with pytest.raises(KeyboardInterrupt):
+        train.main()
+    assert not logs[0].progress.live.is_started
+
+
+def test_only_the_first_rank_prints_an_evaluation(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: {"avg@1": 0.5})
+    monkeypatch.setattr(sys, "argv", ["evaluate"])
+    assert evaluate.main() == 0
+    assert capsys.readouterr().out == '{"avg@1": 0.5}\n'
+    monkeypatch.setattr("fastrl_fast.distributed.rank", lambda: 1)
+    assert evaluate.main() == 0
+    assert capsys.readouterr().out == ""
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, capsys, *args: str) -> str:
@@ -127,6 +155,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys, *args: str) -> str:
 
 
 def data_file(folder: Path, rows: list[dict]) -> str:
+    folder.mkdir(exist_ok=True)
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -144,6 +173,9 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, monkeypatch: p
     assert "data.path" in line("--data.path=missing.jsonl")
     assert "question_text" in line(f"--data.path={good}", "--data.prompt_column=question_text")
     assert "data.prompts_per_step" in line(f"--data.path={good}", "--data.prompts_per_step=4")
+    unanswered = data_file(tmp_path / "unanswered", [{"prompt": row["prompt"]} for row in rows])
+    assert "needs the column 'answer'" in line(f"--data.path={unanswered}", "--data.prompts_per_step=2")
+    assert "needs the column 'answer'" in line(f"--eval.path={unanswered}")
     assert "no recipe 'fastlr'" in line("--config=fastlr")
     assert "model.path" in line("--model.path=no/such/folder")
     assert "prune.tau" in line("--prune.tau=2")
