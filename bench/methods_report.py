@@ -1,5 +1,6 @@
 """The table and the plot of bench.methods: means with 95 % intervals over seeds, paired with plain training."""
 
+import importlib.util
 import json
 import math
 import platform
@@ -137,10 +138,14 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def write_report(runs: list[Run], folder: Path, *, command: str, settings: str) -> str:
-    """Write methods.md and methods.png; return the table."""
+    """Write methods.md and, where matplotlib is installed, methods.png; return the table."""
     text = table(runs)
     machine = f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
     notes = f"`{command}` {settings}, {date.today()}, {machine}. ± is a 95 % interval over seeds; ÷ is plain / method."
+    notes += "\nTimes are of runs one after another: on a machine that others use they say little. FLOPs are computed, not timed."
     (folder / "methods.md").write_text(f"{text}\n\n{notes}\n", encoding="utf-8")
-    plot(runs, folder / "methods.png")
+    if importlib.util.find_spec("matplotlib"):
+        plot(runs, folder / "methods.png")
+    else:
+        print("no plot: pip install 'fastrl_fast[report]'")
     return text
