@@ -142,7 +142,8 @@ def write_report(runs: list[Run], folder: Path, *, command: str, settings: str) 
     text = table(runs)
     machine = f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
     notes = f"`{command}` {settings}, {date.today()}, {machine}. ± is a 95 % interval over seeds; ÷ is plain / method."
-    notes += "\nTimes are of runs one after another: on a machine that others use they say little. FLOPs are computed, not timed."
+    notes += "\nTimes are of runs one after another: on a machine that others use they say little."
+    notes += " FLOPs are computed, not timed."
     (folder / "methods.md").write_text(f"{text}\n\n{notes}\n", encoding="utf-8")
     if importlib.util.find_spec("matplotlib"):
         plot(runs, folder / "methods.png")

@@ -120,7 +120,8 @@ class Collector:
     def grade(self, groups: list[Group]) -> None:
         """Set rewards, their weighted sum, and right or wrong."""
         columns = grading_columns(groups)
-        graded = iter(distributed.together(lambda: self.grader.grade(*columns)))
+        # Without a rollout there are no columns either, which the grader would call missing.
+        graded = iter(distributed.together(lambda: self.grader.grade(*columns) if groups else []))
         decides = self.config.reward.right_name
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             rollout.rewards = next(graded)

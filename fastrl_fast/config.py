@@ -301,7 +301,7 @@ class Config:
             f"one of reward.functions ({', '.join(self.reward.functions)})",
             self.eval.reward,
         )
-        check_method(self.budget, self.advantage, self.prune)
+        check_method(self.budget, self.advantage, self.prune, right=self.reward.right_name)
         updates = self.updates.minibatches * self.updates.epochs
         require(
             self.updates.minibatches <= self.data.prompts_per_step,

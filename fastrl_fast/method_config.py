@@ -14,6 +14,8 @@ STAGED = ("aero", "aero_ars", "reinforce_ada")
 """Budgets that ask for more rollouts after seeing rewards."""
 ARS = ("ars", "aero_ars")
 """Budgets under the ceiling of FastRL's adaptive rollout sampling."""
+BY_OUTCOME = (*STAGED, "knapsack", "greso", "aero_mdap", "balanced")
+"""Budgets and prune methods that count right and wrong answers."""
 BY_SIMILARITY = ("mdap", "mdap_seed", "aero_mdap")
 """Prune methods that give each dropped rollout a kept one to stand for it."""
 ALIGNABLE = (*BY_SIMILARITY, "random", "cppo")
@@ -146,8 +148,12 @@ def advantages_over(advantage: AdvantageConfig, prune: PruneConfig) -> str:
     return advantage.over or ("kept" if prune.method in OVER_KEPT else "pool")
 
 
-def check_method(budget: BudgetConfig, advantage: AdvantageConfig, prune: PruneConfig) -> None:
-    """Raise ValueError for parts that contradict each other."""
+def check_method(budget: BudgetConfig, advantage: AdvantageConfig, prune: PruneConfig, *, right: str) -> None:
+    """Raise ValueError for parts that contradict each other; `right` names the reward that tells right from wrong."""
+    by_outcome = budget.kind in BY_OUTCOME or prune.method in BY_OUTCOME or advantage.dead_groups != "drop"
+    if by_outcome or (budget.filter and budget.filter_on == "right"):
+        rule = "the name of a reward that grades answers, as this method counts right and wrong ones"
+        require(right != "format", "reward.right", rule, right)
     rule = f"pool where prune.method is {prune.method}, which chooses by advantage"
     require(advantage.over != "kept" or prune.method in EITHER, "advantage.over", rule, advantage.over)
     if budget.filter:

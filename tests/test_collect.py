@@ -209,6 +209,16 @@ def test_parts_that_contradict_each_other_are_refused():
     assert "prune.keep_fraction must be at least 2 / 2" in mistake(
         prune=PruneConfig(method="pods"), budget=BudgetConfig(kind="ars")
     )
+    for method in (
+        {"budget": BudgetConfig(kind="aero")},
+        {"prune": PruneConfig(method="aero")},
+        {"advantage": posterior},
+        {"budget": BudgetConfig(filter=True)},
+    ):
+        settings = config()
+        with pytest.raises(ValueError, match=r"^reward\.right must be the name of a reward that grades answers"):
+            replace(settings, reward=RewardConfig(functions={"format": 1.0, "exact": 1.0}), **method)
+        replace(settings, reward=RewardConfig(functions={"format": 1.0, "exact": 1.0}, right="exact"), **method)
     with pytest.raises(ValueError, match=r"reward\.right must be one of reward\.functions \(math, format\)"):
         RewardConfig(right="exact")
 
@@ -247,3 +257,10 @@ def test_the_collector_keeps_no_state_between_steps(process_group):
     other.budget.load_state_dict(copy.deepcopy(one.budget.state_dict()))
     other.data.position = one.data.position
     assert texts(one.collect(1).groups) == texts(other.collect(1).groups)
+
+
+def test_a_rank_without_prompts_grades_nothing(process_group, monkeypatch):
+    """Fewer prompts than ranks, or none to extend here: there are no columns then that a grader could miss."""
+    monkeypatch.setattr("fastrl_fast.distributed.share", lambda count: slice(0, 0))
+    collected = collector(config()).collect(0)
+    assert collected.groups == [] and collected.counts["prompts/drawn"] > 0

@@ -18,7 +18,7 @@ REWARDS = """
 def length(prompts, completions, **columns):
     return [float(len(c) % 5) for c in completions]
 
-def rare(prompts, completions, **columns):
+def rare(prompts, completions, number, **columns):  # a rank that grades nothing in a round has no such column
     return [float(len(c) % 5 == 0) for c in completions]
 
 def first_prompt(prompts, completions, number, **columns):
