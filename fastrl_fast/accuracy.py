@@ -58,7 +58,7 @@ class Accuracy:
     def _count(self, groups: list[Group]) -> list[tuple[int, int]]:
         """(right, not gradable) per group; what could not be graded is not right."""
         columns = grading_columns(groups)
-        graded = distributed.together(lambda: self.grader.grade(*columns))
+        graded = distributed.together(lambda: self.grader.grade(*columns) if groups else [])
         values = iter(result[self.reward] for result in graded)
         counts = []
         for group in groups:

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from .method_config import AdvantageConfig, BudgetConfig, PruneConfig, check_method
 from .rules import not_negative, positive, require
 
-AdvantagePreset = Literal["trl", "verl", "fastrl", "rloo", "dr_grpo"]
-PruneMethod = Literal["none", "mdap", "mdap_seed"]
 LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -106,6 +105,9 @@ class RewardConfig:
     functions: dict[str, float] = field(default_factory=lambda: {"math": 1.0, "format": 0.5})
     """Reward functions and their weights: math, exact, number, format, reasoning_gym, FILE.py:FUNCTION (TRL's
     signature), verl:FILE.py:FUNCTION or easyr1:FILE.py:FUNCTION."""
+    right: str | None = None
+    """Reward function that tells right (1) from wrong for budgets, posteriors and pruning by outcome; by default the
+    first."""
     workers: int = 2
     """Grading processes per rank."""
     timeout: float = 10.0
@@ -116,50 +118,17 @@ class RewardConfig:
         require(named, "reward.functions", "a non-empty mapping of names to weights", self.functions)
         for name, weight in self.functions.items():
             require(math.isfinite(weight), f"reward.functions.{name}", "finite", weight)
+        rule = f"one of reward.functions ({', '.join(self.functions)})"
+        require(self.right is None or self.right in self.functions, "reward.right", rule, self.right)
         positive("reward", workers=self.workers, timeout=self.timeout)
+
+    @property
+    def right_name(self) -> str:
+        return self.right or next(iter(self.functions))
 
     @property
     def terms(self) -> list[RewardTerm]:
         return [RewardTerm(name=name, weight=weight) for name, weight in self.functions.items()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BudgetConfig:
-    """How many rollouts each prompt gets."""
-
-    kind: Literal["fixed"] = "fixed"
-    """`fixed`: the same number for every prompt."""
-    group_size: int = 8
-    """Rollouts per prompt."""
-
-    def __post_init__(self) -> None:
-        rule = "2 or greater (a group of one has no advantage)"
-        require(self.group_size >= 2, "budget.group_size", rule, self.group_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """How rewards become advantages."""
-
-    preset: AdvantagePreset = "fastrl"
-    """Group normalisation as in: trl (sample std + 1e-4), verl and fastrl (sample std + 1e-6), rloo, dr_grpo (mean
-    only)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneConfig:
-    """Which rollouts are dropped after grading, before any forward pass is spent on them."""
-
-    method: PruneMethod = "mdap"
-    """`mdap`: per advantage class keep rollouts that differ from every kept one (paper); `mdap_seed`: that differ from
-    the first one (the authors' code); `none`."""
-    tau: float = 0.8
-    """Smallest Jaccard distance at which two rollouts of one class both stay."""
-    weighting: Literal["none", "multiplicity"] = "none"
-    """`multiplicity`: a kept rollout also carries the weight of the pruned ones nearest to it."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.tau <= 1, "prune.tau", "in [0, 1]", self.tau)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +164,9 @@ class UpdatesConfig:
 
     minibatches: int = 1
     """Optimizer steps per epoch over the rollouts of a step."""
+    rollouts_per_update: int | None = None
+    """Take as many optimizer steps per epoch as it needs for about this many kept rollouts each, instead of
+    `minibatches`."""
     epochs: int = 1
     """Passes over the rollouts of a step."""
     tokens_per_microbatch: int = 16384
@@ -210,6 +182,10 @@ class UpdatesConfig:
             epochs=self.epochs,
             tokens_per_microbatch=self.tokens_per_microbatch,
         )
+        if self.rollouts_per_update is not None:
+            positive("updates", rollouts_per_update=self.rollouts_per_update)
+            rule = "1 where updates.rollouts_per_update is given"
+            require(self.minibatches == 1, "updates.minibatches", rule, self.minibatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +301,7 @@ class Config:
             f"one of reward.functions ({', '.join(self.reward.functions)})",
             self.eval.reward,
         )
+        check_method(self.budget, self.advantage, self.prune, right=self.reward.right_name)
         updates = self.updates.minibatches * self.updates.epochs
         require(
             self.updates.minibatches <= self.data.prompts_per_step,

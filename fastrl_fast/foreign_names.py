@@ -81,6 +81,16 @@ VERL = {
     "custom_reward_function": "reward.functions",
     "logger": "log.trackers",
     "enable_gradient_checkpointing": "model.activation_checkpointing",
+    "filter_groups.enable": "budget.filter",
+    "filter_groups.metric": "budget.filter_on",
+    "filter_groups.max_num_gen_batches": "budget.tries",
+    "online_filtering": "budget.filter",
+    "filter_key": "budget.filter_on",
+    "max_try_make_batch": "budget.tries",
+    "RolloutSA": "budget.kind",
+    "PRUNING": "prune.method",
+    "CPPO": "prune.method",
+    "SIM_THRESHOLD": "prune.tau",
 }
 """verl's and EasyR1's keys, without their long section prefixes -> ours."""
 

@@ -1,11 +1,12 @@
 """Kept rollouts to micro-batches: no padding, balanced over ranks, the same number on every rank."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 
-from .prune import counted
+from .prune import UNGRADED, counted
 from .types import Group, PackedBatch
 
 
@@ -58,18 +59,21 @@ class ModelShape:
         return 2.0 * self.parameters * length + 2.0 * self.layers * self.hidden * length**2
 
 
-def to_train_group(group: Group) -> TrainGroup:
-    """Keep of a pruned group what the update needs."""
+def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept") -> TrainGroup:
+    """Keep of a pruned group what the update needs; with the divisor `all` every graded rollout counts in it, once."""
     sequences = [
         Sequence(group.prompt.token_ids, r.completion_ids, r.rollout_logprobs, r.advantage, r.weight)
         for r in group.rollouts
         if r.kept
     ]
-    in_loss = [r for r in group.rollouts if counted(r)]
+    if divisor == "all":
+        in_loss = [(1.0, len(r.completion_ids)) for r in group.rollouts if r.drop_reason != UNGRADED]
+    else:
+        in_loss = [(r.weight, len(r.completion_ids)) for r in group.rollouts if counted(r)]
     return TrainGroup(
         sequences,
-        loss_tokens=sum(r.weight * len(r.completion_ids) for r in in_loss),
-        loss_sequences=sum(r.weight for r in in_loss),
+        loss_tokens=sum(weight * length for weight, length in in_loss),
+        loss_sequences=sum(weight for weight, _ in in_loss),
     )
 
 
@@ -82,6 +86,20 @@ def split_minibatches(groups: list[TrainGroup], count: int) -> list[list[TrainGr
     size, longer = divmod(len(groups), count)
     borders = [i * size + min(i, longer) for i in range(count + 1)]
     return [groups[a:b] for a, b in pairwise(borders)]
+
+
+def split_by_rollouts(groups: list[TrainGroup], rollouts: int) -> list[list[TrainGroup]]:
+    """Cut the groups of a step into as many runs as it needs for about `rollouts` kept rollouts each; groups stay
+    whole."""
+    ends = list(accumulate(len(group.sequences) for group in groups))
+    total = ends[-1] if ends else 0
+    count = max(1, -(-total // rollouts))
+    # A group goes where its middle falls; with fewer groups than runs some runs are empty.
+    runs: list[list[TrainGroup]] = [[] for _ in range(count)]
+    for group, end in zip(groups, ends, strict=True):
+        middle = end - len(group.sequences) / 2
+        runs[min(count - 1, int(middle * count / max(1, total)))].append(group)
+    return [run for run in runs if run] or [[]]
 
 
 def plan_microbatches(

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from . import distributed
 from .config import RewardTerm
-from .prune import DROP_REASONS
+from .drop_reasons import DROP_REASONS
 from .types import Group
 
 
 def rollout_sums(groups: list[Group], terms: Sequence[RewardTerm]) -> dict[str, float]:
     """Sums over this rank's groups; the names are the same on every rank whatever the groups hold."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    graded = [rollout for rollout in rollouts if not math.isnan(rollout.reward)]
+    graded = [rollout for rollout in rollouts if rollout.graded]
     kept = [rollout for rollout in rollouts if rollout.kept]
     sums = {
         "groups": float(len(groups)),
@@ -24,10 +24,12 @@ def rollout_sums(groups: list[Group], terms: Sequence[RewardTerm]) -> dict[str, 
         "generated": float(len(rollouts)),
         "graded": float(len(graded)),
         "kept": float(len(kept)),
+        "groups_kept": float(sum(any(rollout.kept for rollout in group.rollouts) for group in groups)),
         "reward": sum(rollout.reward for rollout in graded),
         "reward_square": sum(rollout.reward**2 for rollout in graded),
         "tokens_prompt": float(sum(len(group.prompt.token_ids) for group in groups)),
         "tokens_generated": float(sum(len(rollout.completion_ids) for rollout in rollouts)),
+        "tokens_graded": float(sum(len(rollout.completion_ids) for rollout in graded)),
         "tokens_trained": float(sum(len(rollout.completion_ids) for rollout in kept)),
         "truncated": float(sum(rollout.finish_reason == "length" for rollout in rollouts)),
     }
@@ -36,7 +38,10 @@ def rollout_sums(groups: list[Group], terms: Sequence[RewardTerm]) -> dict[str, 
         sums[f"reward/{term.name}"] = sum(values)
         sums[f"graded/{term.name}"] = float(len(values))
     for reason in DROP_REASONS:
-        sums[f"dropped/{reason}"] = float(sum(rollout.drop_reason == reason for rollout in rollouts))
+        dropped = [rollout for rollout in rollouts if rollout.drop_reason == reason]
+        name = reason.replace(" ", "_")
+        sums[f"dropped/{name}"] = float(len(dropped))
+        sums[f"dropped_tokens/{name}"] = float(sum(len(rollout.completion_ids) for rollout in dropped))
     return sums
 
 
@@ -48,6 +53,10 @@ def add_up(sums: dict[str, float], update_sums: dict[str, Tensor]) -> dict[str, 
     return dict(zip([*sums, *update_sums], everywhere.tolist(), strict=True))
 
 
+AS_THEY_ARE = ("dropped/", "dropped_tokens/", "flops/", "flops_saved/")
+"""Sums that are metrics under their own names."""
+
+
 def step_metrics(sums: dict[str, float], terms: Sequence[RewardTerm]) -> dict[str, float]:
     """Means and shares by their public names, from sums over all ranks."""
     rewards, generated = _ratio(sums["reward"], sums["graded"]), sums["generated"]
@@ -57,18 +66,21 @@ def step_metrics(sums: dict[str, float], terms: Sequence[RewardTerm]) -> dict[st
         "reward/std": math.sqrt(max(variance, 0.0)),
         "groups/count": sums["groups"],
         "groups/dead": sums["groups_dead"],
+        "groups/effective_size": _ratio(sums["kept"], sums["groups_kept"]),
         "rollouts/generated": generated,
+        "rollouts/graded": sums["graded"],
         "rollouts/kept": sums["kept"],
         "rollouts/kept_fraction": _ratio(sums["kept"], generated),
         "tokens/prompt": sums["tokens_prompt"],
         "tokens/generated": sums["tokens_generated"],
+        "tokens/graded": sums["tokens_graded"],
         "tokens/trained": sums["tokens_trained"],
         "completion/length": _ratio(sums["tokens_generated"], generated),
         "completion/truncated_fraction": _ratio(sums["truncated"], generated),
         "loss/value": sums["loss"],
     }
     metrics |= {f"reward/{t.name}": _ratio(sums[f"reward/{t.name}"], sums[f"graded/{t.name}"]) for t in terms}
-    metrics |= {f"dropped/{reason.replace(' ', '_')}": sums[f"dropped/{reason}"] for reason in DROP_REASONS}
+    metrics |= {name: value for name, value in sums.items() if name.startswith(AS_THEY_ARE)}
     tokens = sums["update_tokens"]
     for name, key in UPDATE_MEANS.items():
         if key in sums:

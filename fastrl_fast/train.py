@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import cli, distributed, run_folder
+from . import cli, distributed, run_folder, savings
 from .accuracy import Accuracy, build_accuracy, build_grader, grading_columns
+from .advantage import Posterior
 from .budget import build_budget
 from .builtin import resolve_model
 from .checkpoint import Checkpointer
@@ -99,7 +100,8 @@ def build_parts(
         sampler=sampler,
         data=inputs.data,
         grader=grader,
-        budget=build_budget(config.budget),
+        budget=build_budget(config, prompts=len(inputs.data)),
+        posterior=Posterior(config.advantage),
         accuracy=inputs.accuracy,
         checkpointer=Checkpointer(folder / "checkpoints", keep=config.checkpoint.keep),
         log=log,
@@ -154,7 +156,9 @@ def _start(trainer: Trainer) -> None:
 def _finish(trainer: Trainer, folder: Path, log: RunLog) -> None:
     """Write the summary, which marks the run as finished, and print what was learnt."""
     before, after = trainer.accuracy_before, trainer.accuracy_after
-    run_folder.write_summary(folder, {"steps": trainer.steps_done, "before": before, "after": after})
+    totals = savings.totals(folder / "metrics.jsonl")
+    summary = {"steps": trainer.steps_done, "before": before, "after": after, "totals": totals}
+    run_folder.write_summary(folder, summary)
     for name in (name for name in before if name in after and name != "ungraded"):
         log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
     log.say(f"run folder: {folder}")

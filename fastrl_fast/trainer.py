@@ -6,21 +6,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import distributed, packing, step_report
-from .accuracy import Accuracy, grading_columns
-from .advantage import assign_advantages
+from . import distributed, packing, savings, step_report
+from .accuracy import Accuracy
+from .advantage import Posterior, assign_advantages
 from .budget import Budget
 from .checkpoint import Checkpointer
+from .collect import Collected, Collector
 from .config import Config
 from .data import PromptData
 from .loss import build_objective, policy_loss
 from .metrics import Clock, RunLog, phase
 from .model import Policy, full_weights
 from .optimizer import learning_rate
-from .prune import prune
-from .rewards import Grader, total
+from .prune import offers, prune, put_back
+from .rewards import Grader
 from .rollout import Sampler
-from .types import Group, PackedBatch, Prompt
+from .types import Group, PackedBatch
 
 BAD_GRADIENTS_IN_A_ROW = 5
 """An update whose gradient is not finite is skipped on all ranks; after this many in a row the run stops."""
@@ -38,6 +39,7 @@ class Parts:
     data: PromptData
     grader: Grader
     budget: Budget
+    posterior: Posterior
     accuracy: Accuracy | None
     checkpointer: Checkpointer
     log: RunLog | None
@@ -62,6 +64,7 @@ class Trainer:
         self.total_steps = total_steps
         self.objective = build_objective(config.loss)
         self.clock = Clock(on_phase=parts.log.during if parts.log else None)
+        self.collector = Collector(config, parts.data, parts.sampler, parts.grader, parts.budget, self.clock)
         self.steps_done = 0
         self.accuracy_before: dict[str, float] = {}
         self.accuracy_after: dict[str, float] = {}
@@ -86,42 +89,44 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """Sample, grade, decide what is worth training on, update; return the step's metrics over all ranks."""
         started = time.perf_counter()
-        prompts = self.parts.data.next_prompts(self.config.data.prompts_per_step)
-        groups = self.sample(prompts[distributed.share(len(prompts))])
-        self.grade(groups)
-        self.prune(groups)
-        updates = self.pack(groups)
+        collected = self.collector.collect(self.steps_done)
+        self.prune(collected.groups)
+        self.learn(collected)
+        updates = self.pack(collected.groups)
         self.score(updates)
         metrics, sums = self.update(updates)
         self.sync_sampler()
         self.steps_done += 1
-        return metrics | self._report(groups, sums) | {"seconds/step": time.perf_counter() - started}
-
-    @phase("sample")
-    def sample(self, prompts: list[Prompt]) -> list[Group]:
-        sizes = self.parts.budget.plan(prompts)
-        return self.parts.sampler.sample(prompts, sizes, seed=self.config.seed, step=self.steps_done)
-
-    @phase("grade")
-    def grade(self, groups: list[Group]) -> None:
-        columns = grading_columns(groups)
-        graded = iter(distributed.together(lambda: self.parts.grader.grade(*columns)))
-        for group in groups:
-            for rollout in group.rollouts:
-                rollout.rewards = next(graded)
-                rollout.reward = total(self.config.reward.terms, rollout.rewards)
+        report = self._report(collected, len(updates), sums)
+        return metrics | collected.counts | report | {"seconds/step": time.perf_counter() - started}
 
     @phase("prune")
     def prune(self, groups: list[Group]) -> None:
         """Advantages come from whole groups; what is dropped afterwards costs no forward pass."""
-        assign_advantages(groups, preset=self.config.advantage.preset)
-        prune(groups, self.config.prune, kl=self.config.loss.kl_coef > 0)
-        self.parts.budget.observe(groups)
+        config, kl = self.config, self.config.loss.kl_coef > 0
+        assign_advantages(groups, preset=config.advantage.preset)
+        self.parts.posterior.assign(groups)
+        prune(groups, config.prune, config.advantage, kl=kl, seed=config.seed, step=self.steps_done)
+        if config.prune.align > 1:
+            put_back(groups, distributed.gather_lists(offers(groups, kl=kl)), multiple=config.prune.align)
+
+    @phase("prune")
+    def learn(self, collected: Collected) -> None:
+        """Every rank remembers all ranks' outcomes, so that all plan alike."""
+        outcomes = distributed.gather_lists(collected.outcomes())
+        self.parts.budget.observe(outcomes, step=self.steps_done + 1, total_steps=self.total_steps)
+        self.parts.posterior.observe(outcomes)
 
     @phase("pack")
     def pack(self, groups: list[Group]) -> list[Update]:
-        everywhere = distributed.gather_lists([packing.to_train_group(group) for group in groups])
-        return [self._pack(part) for part in packing.split_minibatches(everywhere, self.config.updates.minibatches)]
+        divisor, config = self.config.prune.divisor, self.config.updates
+        mine = [(group.number, packing.to_train_group(group, divisor=divisor)) for group in groups]
+        everywhere = [group for _, group in sorted(distributed.gather_lists(mine), key=lambda numbered: numbered[0])]
+        if config.rollouts_per_update is None:
+            parts = packing.split_minibatches(everywhere, config.minibatches)
+        else:
+            parts = packing.split_by_rollouts(everywhere, config.rollouts_per_update)
+        return [self._pack(part) for part in parts]
 
     def _pack(self, groups: list[packing.TrainGroup]) -> Update:
         sequences = [sequence for group in groups for sequence in group.sequences]
@@ -140,7 +145,7 @@ class Trainer:
     def score(self, updates: list[Update]) -> None:
         """Old and reference logprobs, each only where the loss needs them."""
         config = self.config.updates
-        several = config.minibatches * config.epochs > 1
+        several = len(updates) * config.epochs > 1
         for batch in (batch for update in updates for batch in update.batches):
             if config.old_logprobs == "rollout":
                 batch.old_logprobs = batch.rollout_logprobs
@@ -229,6 +234,7 @@ class Trainer:
         state = {
             "data": self.parts.data.state_dict(),
             "budget": self.parts.budget.state_dict(),
+            "posterior": self.parts.posterior.state_dict(),
             "accuracy_before": self.accuracy_before,
         }
         self.parts.checkpointer.save(self.steps_done, self.parts.policy, self.parts.optimizer, state)
@@ -241,6 +247,7 @@ class Trainer:
         self.steps_done = state["step"]
         self.parts.data.load_state_dict(state["data"])
         self.parts.budget.load_state_dict(state["budget"])
+        self.parts.posterior.load_state_dict(state["posterior"])
         self.accuracy_before = state["accuracy_before"]
         self.sync_sampler()
         return True
@@ -248,16 +255,17 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.steps_done == self.total_steps or (every > 0 and self.steps_done % every == 0)
 
-    def _report(self, groups: list[Group], sums: dict[str, Tensor]) -> dict[str, float]:
-        terms = self.config.reward.terms
+    def _report(self, collected: Collected, updates: int, sums: dict[str, Tensor]) -> dict[str, float]:
+        terms, groups = self.config.reward.terms, [*collected.groups, *collected.left_out]
         if self.config.log.rollouts:
             records = distributed.gather_to_first(step_report.rollout_records(groups, self.steps_done))
             if self.parts.log:
                 self.parts.log.rollouts(records)
-        local = step_report.rollout_sums(groups, terms)
+        passes = savings.Passes.of(self.config, updates=updates)
+        local = step_report.rollout_sums(groups, terms) | savings.flop_sums(groups, self.parts.shape, passes)
         return step_report.step_metrics(step_report.add_up(local, sums), terms)
 
     def _log(self, metrics: dict[str, float]) -> None:
         seconds = {f"seconds/{name}": value for name, value in self.clock.take().items()}
         if self.parts.log:
-            self.parts.log.step(self.steps_done, metrics | seconds)
+            self.parts.log.step(self.steps_done, metrics | seconds | savings.seconds_saved(metrics, seconds))

@@ -28,7 +28,8 @@ class Rollout:
     """One completion of a prompt, as sampled, then as graded, then as decided by pruning.
 
     `rollout_logprobs[t]` is the log-probability of `completion_ids[t]` in the distribution it was sampled from.
-    `reward` is NaN until graded and stays NaN where it could not be graded. `drop_reason` is empty for a kept rollout.
+    `reward` is NaN until graded and stays NaN where it could not be graded. `right` is what the reward function of
+    `reward.right` said. `drop_reason` is empty for a kept rollout.
     `weight` multiplies the advantage in the loss; `fidelity`-preserving rules set it above one.
 
     Example: group of two, rewards 1 and 0 -> advantages +0.707 and -0.707, both kept with weight 1.
@@ -40,6 +41,7 @@ class Rollout:
     text: str = ""
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float = math.nan
+    right: bool = False
     advantage: float = 0.0
     weight: float = 1.0
     drop_reason: str = ""
@@ -48,14 +50,21 @@ class Rollout:
     def kept(self) -> bool:
         return not self.drop_reason
 
+    @property
+    def graded(self) -> bool:
+        """Whether there is something that could be reinforced, and a reward for it."""
+        return bool(self.completion_ids) and not math.isnan(self.reward)
+
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one prompt; `dead` when all graded rewards are equal, so that every advantage is zero."""
+    """The rollouts of one prompt, the `number`th of the step over all ranks; `dead` when all graded rewards are equal,
+    so that comparing them gives nothing."""
 
     prompt: Prompt
     rollouts: list[Rollout]
     dead: bool = False
+    number: int = 0
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Advantages of groups: the same formula in NumPy-free Python, invariances, and groups that teach nothing."""
 
 import copy
+import json
 import math
 import statistics
 
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastrl_fast.advantage import assign_advantages
-from fastrl_fast.config import PruneConfig
+from fastrl_fast.advantage import Posterior, assign_advantages, reassign_advantages
+from fastrl_fast.budget import Outcome
+from fastrl_fast.config import AdvantageConfig, PruneConfig
 from fastrl_fast.prune import UNGRADED, prune
 from fastrl_fast.types import Group, Prompt, Rollout
 
@@ -150,3 +152,83 @@ def test_dead_group_rate_follows_from_accuracy():
 def test_no_groups():
     """Z02."""
     assign_advantages([], preset="fastrl")
+
+
+def posterior(kind: str, rewards: list[float], *, decay: float = 0.0, memory: Outcome | None = None) -> list[float]:
+    made = Posterior(AdvantageConfig(dead_groups=kind, posterior_decay=decay))
+    if memory:
+        made.observe([memory])
+    g = group(rewards)
+    for rollout in g.rollouts:
+        rollout.right = rollout.reward == 1.0
+    assign_advantages([g], preset="fastrl")
+    made.assign([g])
+    return advantages(g)
+
+
+@pytest.mark.parametrize("n", [2, 8, 16])
+def test_posterior_closed_forms(n):
+    """algorithms.md 2.3 (a reconstruction of AERO): +-1 / sqrt(n + 1); r - u is +-1 / (n + 2); 2 u - 1."""
+    for right in (0.0, 1.0):
+        sign = 1 if right else -1
+        assert posterior("posterior_z", [right] * n) == pytest.approx([sign / math.sqrt(n + 1)] * n)
+        assert posterior("posterior_centered", [right] * n) == pytest.approx([sign / (n + 2)] * n)
+        assert posterior("posterior_const", [right] * n) == pytest.approx([sign * n / (n + 2)] * n)
+        assert posterior("drop", [right] * n) == [0.0] * n
+
+
+def test_posterior_published_numbers():
+    assert posterior("posterior_z", [1.0] * 8)[0] == pytest.approx(0.333, abs=5e-4)
+    assert posterior("posterior_z", [0.0] * 16)[0] == pytest.approx(-0.243, abs=5e-4)
+    assert posterior("posterior_centered", [1.0] * 8)[0] == pytest.approx(0.1)
+    assert posterior("posterior_const", [0.0] * 16)[0] == pytest.approx(-0.889, abs=5e-4)
+
+
+def test_posterior_leaves_live_groups_and_ungraded_rollouts_alone():
+    live = [1.0, 0.0, 0.0]
+    assert posterior("posterior_z", live) == pytest.approx(truth(live, "fastrl"), rel=1e-5)
+    values = posterior("posterior_z", [1.0, math.nan, 1.0])
+    assert values == pytest.approx([1 / math.sqrt(3), 0.0, 1 / math.sqrt(3)])
+    assert posterior("posterior_z", [math.nan, math.nan]) == [0.0, 0.0]
+
+
+def test_posterior_remembers_earlier_visits():
+    """a = 1 + d c, b = 1 + d (n - c): four right and four wrong before, half remembered, make u of 2 right 5 / 8."""
+    before = Outcome("p", 8, 8, 4, False, 8, True)
+    values = posterior("posterior_z", [1.0, 1.0], decay=0.5, memory=before)
+    assert values == pytest.approx([math.sqrt(3 / 5)] * 2)
+    assert posterior("posterior_z", [1.0, 1.0], decay=0.0, memory=before) == pytest.approx([1 / math.sqrt(3)] * 2)
+
+
+def test_posterior_memory_is_state():
+    config = AdvantageConfig(dead_groups="posterior_z", posterior_decay=0.9)
+    first, second = Posterior(config), Posterior(config)
+    first.observe([Outcome("p", 8, 8, 3, False, 8, True), Outcome("q", 8, 7, 0, True, 8, True)])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for made in (first, second):
+        made.observe([Outcome("p", 8, 8, 8, True, 8, True)])
+    assert second.memory == first.memory
+    assert first.memory["p"] == pytest.approx((0.9 * (0.9 * 3 + 8), 0.81 * 5))
+
+
+def test_dead_groups_with_a_posterior_are_trained_on():
+    """What is dead in comparison is not dead for the update."""
+    g = group([1.0] * 4)
+    for rollout in g.rollouts:
+        rollout.right = True
+    assign_advantages([g], preset="fastrl")
+    Posterior(AdvantageConfig(dead_groups="posterior_z")).assign([g])
+    prune([g], PruneConfig(method="none"), kl=False)
+    assert g.dead and all(r.kept for r in g.rollouts)
+    reassign_advantages([g], preset="fastrl")
+    assert advantages(g) == pytest.approx([1 / math.sqrt(5)] * 4), "statistics over the kept ones do not undo it"
+
+
+def test_advantages_over_kept_rollouts():
+    g = group([1.0, 0.0, 0.0, 1.0, 0.0])
+    assign_advantages([g], preset="fastrl")
+    g.rollouts[1].drop_reason = g.rollouts[3].drop_reason = "rejected"
+    reassign_advantages([g], preset="fastrl")
+    expected = truth([1.0, 0.0, 0.0], "fastrl")
+    assert advantages(g) == pytest.approx([expected[0], 0.0, expected[1], 0.0, expected[2]], rel=1e-5)
+    assert [r.drop_reason for r in g.rollouts] == ["", "rejected", "", "rejected", ""]

@@ -11,7 +11,7 @@ import torch
 from fastrl_fast import step_report
 from fastrl_fast.config import RewardTerm
 from fastrl_fast.metrics import PHASES, Clock, RunLog, check_trackers, phase, step_line
-from fastrl_fast.prune import FREE, SIMILAR, UNGRADED
+from fastrl_fast.prune import DROP_REASONS, FREE, SIMILAR, UNGRADED
 from fastrl_fast.types import Group, Prompt, Rollout
 
 TERMS = [RewardTerm(name="exact", weight=1.0), RewardTerm(name="format", weight=0.5)]
@@ -242,14 +242,23 @@ def test_step_metrics_by_hand(groups, process_group):
         "reward/format": (1 + 1 + 0 + 0 + 0) / 5,
         "groups/count": 2,
         "groups/dead": 1,
+        "groups/effective_size": 1,
         "rollouts/generated": 5,
+        "rollouts/graded": 4,
         "rollouts/kept": 1,
         "rollouts/kept_fraction": 1 / 5,
+        **{
+            f"{what}/{reason.replace(' ', '_')}": 0 for what in ("dropped", "dropped_tokens") for reason in DROP_REASONS
+        },
         "dropped/ungraded": 1,
         "dropped/similar": 1,
         "dropped/zero_advantage": 2,
+        "dropped_tokens/ungraded": 3,
+        "dropped_tokens/similar": 2,
+        "dropped_tokens/zero_advantage": 10,
         "tokens/prompt": 4,
         "tokens/generated": 19,
+        "tokens/graded": 16,
         "tokens/trained": 4,
         "completion/length": 19 / 5,
         "completion/truncated_fraction": 1 / 5,

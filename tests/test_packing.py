@@ -14,6 +14,7 @@ from fastrl_fast.packing import (
     divisor,
     pack,
     plan_microbatches,
+    split_by_rollouts,
     split_minibatches,
     to_train_group,
 )
@@ -156,3 +157,23 @@ def test_divisor_counts_kept_and_free_rollouts_by_weight():
 
 def test_flops_are_those_of_the_formula():
     assert math.isclose(SHAPE.forward_flops(10), 2 * 1000 * 10 + 2 * 2 * 16 * 100)
+
+
+@given(st.lists(st.integers(0, 6), max_size=20), st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_updates_of_about_as_many_rollouts(sizes, rollouts):
+    groups = [TrainGroup([sequence(3)] * size, 2.0 * size + i, float(size)) for i, size in enumerate(sizes)]
+    parts = split_by_rollouts(groups, rollouts)
+    assert [group for part in parts for group in part] == groups, "whole groups in their order, each once"
+    assert 1 <= len(parts) <= max(1, math.ceil(sum(sizes) / rollouts))
+    assert all(parts) or not groups
+    held = [sum(len(group.sequences) for group in part) for part in parts]
+    assert max(held) < rollouts + max(sizes, default=0) + 1
+
+
+def test_updates_of_the_authors_code():
+    """algorithms.md 1.3: kept rollouts, rounded up to a multiple of 128, are that many updates."""
+    for kept in (128, 384, 1152):
+        groups = [TrainGroup([sequence(2)] * 4, 4.0, 4.0) for _ in range(kept // 4)]
+        parts = split_by_rollouts(groups, 128)
+        assert [sum(len(g.sequences) for g in part) for part in parts] == [128] * (kept // 128)

@@ -18,6 +18,9 @@ REWARDS = """
 def length(prompts, completions, **columns):
     return [float(len(c) % 5) for c in completions]
 
+def rare(prompts, completions, number, **columns):  # a rank that grades nothing in a round has no such column
+    return [float(len(c) % 5 == 0) for c in completions]
+
 def first_prompt(prompts, completions, number, **columns):
     return [float(len(c) % 5) if n == 0 else 1.0 for c, n in zip(completions, number)]
 
@@ -67,7 +70,8 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     return results
 
 
-SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences")
+SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences", "aero", "refilled", "aligned")
+SCENARIOS += ("skipping",)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -79,7 +83,8 @@ def test_every_number_of_ranks_takes_the_same_step(steps: dict[int, dict], scena
     apart = torch.cat([(one["weights"][name] - many["weights"][name]).flatten() for name in start])
     assert moved.norm() > 0, "the step must move the weights"
     assert apart.norm() <= 1e-4 * moved.norm()
-    for key in ("reward/mean", "rollouts/kept", "tokens/trained", "groups/dead"):
+    counts = ("rollouts/generated", "rollouts/kept", "tokens/trained", "groups/dead", "groups/count", "flops/update")
+    for key in ("reward/mean", "prompts/drawn", "collect/tries", "collect/rounds", "optimizer/updates", *counts):
         assert many["metrics"][key] == pytest.approx(one["metrics"][key]), key
     for key in ("loss/value", "optimizer/grad_norm", "policy/entropy"):
         assert many["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4, abs=1e-6), key
@@ -100,6 +105,11 @@ def test_scenarios_leave_what_they_say(steps: dict[int, dict]) -> None:
     assert steps[1]["dead_elsewhere"]["metrics"]["groups/dead"] == 3
     assert steps[1]["two_sequences"]["metrics"]["rollouts/kept"] == 2
     assert steps[1]["kl_and_two_updates"]["metrics"]["optimizer/updates"] == 2
+    assert steps[1]["aero"]["metrics"]["collect/rounds"] > 2
+    assert steps[1]["refilled"]["metrics"]["collect/tries"] > 1
+    assert steps[1]["aligned"]["metrics"]["rollouts/kept"] == 12
+    assert steps[1]["aligned"]["metrics"]["optimizer/updates"] > 1
+    assert 0 < steps[1]["skipping"]["metrics"]["groups/count"] < 4
     assert steps[1]["plain"]["metrics"]["rollouts/kept"] > steps[1]["pruned"]["metrics"]["rollouts/kept"] > 0
 
 
@@ -110,3 +120,11 @@ def test_a_step_with_nothing_left_is_skipped_by_all_ranks_and_counted(steps: dic
     assert result["metrics"]["optimizer/skipped"] == 1
     assert result["metrics"]["groups/dead"] == 4
     assert result["metrics"]["dropped/zero_advantage"] == 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_filter_that_nothing_passes_ends_on_all_ranks(steps: dict[int, dict], ranks: int) -> None:
+    """P01, P09: three tries, then the step goes by without an update."""
+    metrics = steps[ranks]["never_passes"]["metrics"]
+    assert (metrics["collect/tries"], metrics["prompts/drawn"], metrics["optimizer/updates"]) == (3, 12, 0)
+    assert metrics["dropped/filtered"] == 48

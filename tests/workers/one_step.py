@@ -12,7 +12,9 @@ import torch
 
 from fastrl_fast import distributed
 from fastrl_fast.accuracy import build_grader
+from fastrl_fast.budget.greso import GresoBudget
 from fastrl_fast.config import (
+    AdvantageConfig,
     BudgetConfig,
     Config,
     DataConfig,
@@ -57,6 +59,31 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
             reward=RewardConfig(functions={f"{reward}:first_two": 1.0}, workers=1),
             budget=BudgetConfig(group_size=4),
         ),
+        "aero": change(
+            plain,
+            reward=RewardConfig(functions={f"{reward}:rare": 1.0}, workers=1),
+            budget=BudgetConfig(kind="aero", group_size=4, extra=2, max_group_size=9),
+            advantage=AdvantageConfig(dead_groups="posterior_z"),
+            prune=PruneConfig(method="aero_mdap", tau=0.9, keep=3),
+        ),
+        "refilled": change(
+            plain,
+            reward=RewardConfig(functions={f"{reward}:rare": 1.0}, workers=1),
+            budget=BudgetConfig(group_size=4, filter=True, tries=5),
+            updates=UpdatesConfig(minibatches=2),
+        ),
+        "never_passes": change(
+            plain,
+            reward=RewardConfig(functions={f"{reward}:constant": 1.0}, workers=1),
+            budget=BudgetConfig(group_size=4, filter=True, tries=3),
+        ),
+        "aligned": change(
+            plain,
+            prune=PruneConfig(method="mdap", tau=1.0, align=4),
+            updates=UpdatesConfig(rollouts_per_update=4),
+        ),
+        # All prompts but one are mostly skipped: in some tries there are fewer prompts than ranks.
+        "skipping": change(plain, budget=BudgetConfig(kind="greso", group_size=4, tries=6)),
         "bfloat16": change(plain, model=ModelConfig(path=model, dtype="bfloat16", activation_checkpointing=True)),
         "nothing_left": change(plain, reward=RewardConfig(functions={f"{reward}:constant": 1.0}, workers=1)),
     }
@@ -66,6 +93,8 @@ def run(config: Config, device: torch.device, folder: Path) -> dict[str, object]
     with build_grader(config.reward) as grader:
         parts = build_parts(config, load_inputs(config, grader), grader, device, folder=folder, log=None)
         trainer = Trainer(config, parts, total_steps=10)
+        if isinstance(parts.budget, GresoBudget):
+            parts.budget.alike = {prompt.id: (9, "hard") for prompt in parts.data.first(8)[1:]}
         metrics = trainer.step()
         return {"metrics": metrics, "weights": {name: w.clone() for name, w in full_weights(parts.policy)}}
 

@@ -1,0 +1,97 @@
+"""What a step cost and what it would have cost had every rollout been trained on, in FLOPs by phase."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import Config
+from .packing import ModelShape
+from .types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Forward-pass equivalents that a trained sequence costs in each phase after sampling; a backward pass counts
+    two."""
+
+    old: float
+    reference: float
+    update: float
+
+    @classmethod
+    def of(cls, config: Config, *, updates: int) -> "Passes":
+        several = updates * config.updates.epochs > 1
+        recompute = several and config.updates.old_logprobs == "recompute"
+        reference = config.loss.kl_coef > 0
+        return cls(old=float(recompute), reference=float(reference), update=3.0 * config.updates.epochs)
+
+
+def flop_sums(groups: list[Group], shape: ModelShape, passes: Passes) -> dict[str, float]:
+    """FLOPs spent by phase over this rank's groups, and those that dropped rollouts did not cost.
+
+    Sampling a group is one forward pass over its prompt and one over each completion behind it; a trained sequence is
+    `passes` forward passes over prompt and completion (algorithms.md 2.4: 2 P T, 2 P T and 6 P T, with the attention's
+    part by the model's shape). Filtered groups cost their sampling and save the rest.
+    """
+    generation = kept = dropped = 0.0
+    for group in groups:
+        prompt = len(group.prompt.token_ids)
+        alone = shape.forward_flops(prompt)
+        generation += alone if group.rollouts else 0.0
+        for rollout in group.rollouts:
+            whole = shape.forward_flops(prompt + len(rollout.completion_ids))
+            generation += whole - alone
+            kept += whole if rollout.kept else 0.0
+            dropped += 0.0 if rollout.kept else whole
+    sums = {"flops/generation": generation}
+    for name in ("old", "reference", "update"):
+        sums[f"flops/{name}"] = kept * getattr(passes, name)
+        sums[f"flops_saved/{name}"] = dropped * getattr(passes, name)
+    return sums
+
+
+def seconds_saved(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds that the dropped rollouts would have taken at the pace of the kept ones: {"seconds_saved/score", ...}.
+
+    An estimate, and none (0) where nothing was kept.
+    """
+    phases = {"score": ("old", "reference"), "update": ("update",)}
+    saved = {}
+    for phase, parts in phases.items():
+        spent = sum(metrics[f"flops/{part}"] for part in parts)
+        less = sum(metrics[f"flops_saved/{part}"] for part in parts)
+        saved[f"seconds_saved/{phase}"] = seconds.get(f"seconds/{phase}", 0.0) * less / spent if spent else 0.0
+    return saved
+
+
+SUMMED = (
+    "rollouts/generated",
+    "rollouts/graded",
+    "rollouts/kept",
+    "groups/count",
+    "groups/dead",
+    "tokens/",
+    "dropped/",
+    "dropped_tokens/",
+    "flops/",
+    "flops_saved/",
+    "prompts/",
+    "collect/",
+    "optimizer/updates",
+    "optimizer/skipped",
+    "seconds/",
+    "seconds_saved/",
+)
+"""Metrics whose sum over a run means something: by name, or by section."""
+
+
+def totals(metrics_file: Path) -> dict[str, float]:
+    """The run's sums of what each step counted, read from its metrics.jsonl, so that a resumed run counts whole."""
+    sums: dict[str, list[float]] = {}
+    with metrics_file.open(encoding="utf-8") as file:
+        for line in file:
+            for name, value in json.loads(line).items():
+                if value is not None and (name in SUMMED or f"{name.split('/')[0]}/" in SUMMED):
+                    sums.setdefault(name, []).append(value)
+    return {name: math.fsum(values) for name, values in sums.items()}

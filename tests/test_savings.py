@@ -1,0 +1,88 @@
+"""What a step cost and saved: by hand, and over a run's metrics."""
+
+import json
+
+import pytest
+
+from fastrl_fast.config import Config, DataConfig, LossConfig, ModelConfig, UpdatesConfig
+from fastrl_fast.drop_reasons import FILTERED, SIMILAR
+from fastrl_fast.packing import ModelShape
+from fastrl_fast.savings import Passes, flop_sums, seconds_saved, totals
+from fastrl_fast.types import Group, Prompt, Rollout
+
+FLAT = ModelShape(parameters=1000, layers=0, hidden=16)
+"""Without attention a token costs 2 P = 2000."""
+
+
+def rollout(tokens: int, reason: str = "") -> Rollout:
+    return Rollout([1] * tokens, [-1.0] * tokens, "stop", drop_reason=reason)
+
+
+GROUPS = [
+    Group(Prompt("a", [1] * 10, "ask", {}), [rollout(4), rollout(6, SIMILAR), rollout(0, SIMILAR)]),
+    Group(Prompt("b", [1] * 20, "ask", {}), [rollout(5, FILTERED)]),
+    Group(Prompt("c", [1] * 30, "ask", {}), []),
+]
+
+
+def test_flops_by_hand():
+    """algorithms.md 2.4: 2 P T to sample, 2 P T for old and for reference, 6 P T to train; T includes prompts."""
+    sums = flop_sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0))
+    kept, dropped = 14, 16 + 10 + 25
+    assert sums == {
+        "flops/generation": 2000 * (10 + 4 + 6 + 20 + 5),
+        "flops/old": 2000 * kept,
+        "flops_saved/old": 2000 * dropped,
+        "flops/reference": 2000 * kept,
+        "flops_saved/reference": 2000 * dropped,
+        "flops/update": 6000 * kept,
+        "flops_saved/update": 6000 * dropped,
+    }
+
+
+def test_attention_is_counted_once_per_token():
+    """Sampling completions one by one behind a shared prompt costs what whole forward passes cost, less the prompts."""
+    shape = ModelShape(parameters=1000, layers=2, hidden=16)
+    whole = shape.forward_flops(14) + shape.forward_flops(16) - shape.forward_flops(10)
+    assert flop_sums([Group(GROUPS[0].prompt, [rollout(4), rollout(6)])], shape, Passes(0, 0, 3))[
+        "flops/generation"
+    ] == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("updates", "settings", "kl", "expected"),
+    [
+        (1, {}, 0.0, (0, 0, 3)),
+        (4, {}, 0.0, (1, 0, 3)),
+        (4, {"old_logprobs": "rollout"}, 0.1, (0, 1, 3)),
+        (1, {"epochs": 2}, 0.1, (1, 1, 6)),
+    ],
+)
+def test_passes_are_those_that_the_trainer_runs(updates, settings, kl, expected):
+    config = Config(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        loss=LossConfig(kl_coef=kl),
+        updates=UpdatesConfig(**settings),
+    )
+    passes = Passes.of(config, updates=updates)
+    assert (passes.old, passes.reference, passes.update) == expected
+
+
+def test_seconds_saved_are_at_the_pace_of_the_kept():
+    metrics = flop_sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0))
+    saved = seconds_saved(metrics, {"seconds/score": 2.0, "seconds/update": 7.0})
+    assert saved == pytest.approx({"seconds_saved/score": 2.0 * 51 / 14, "seconds_saved/update": 7.0 * 51 / 14})
+    nothing = flop_sums(GROUPS[1:], FLAT, Passes(old=0.0, reference=0.0, update=3.0))
+    assert seconds_saved(nothing, {"seconds/update": 1.0}) == {"seconds_saved/score": 0.0, "seconds_saved/update": 0.0}
+
+
+def test_totals_sum_what_can_be_summed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    steps = [
+        {"step": 1, "reward/mean": 0.5, "flops/update": 0.1, "rollouts/kept": 3.0, "rollouts/kept_fraction": 0.5},
+        {"step": 2, "reward/mean": 0.5, "flops/update": 0.2, "rollouts/kept": 4.0, "seconds_saved/update": None},
+        {"step": 3, "reward/mean": 0.5, "flops/update": 0.3, "dropped/similar": 2.0, "eval/avg@1": 0.3},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in steps))
+    assert totals(path) == {"flops/update": 0.6, "rollouts/kept": 7.0, "dropped/similar": 2.0}
