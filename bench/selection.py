@@ -89,8 +89,8 @@ def chosen(rule: str, groups: int, size: int, k: int) -> timing.Case:
 
 
 def cases() -> Iterable[timing.Case]:
-    yield diverse(256, 8, 1024, 0.75, 20.0)
-    yield diverse(256, 64, 256, 0.85, 20.0)
+    yield diverse(256, 8, 1024, 0.8, 20.0)
+    yield diverse(64, 64, 256, 0.85, 20.0)
     for rule in ("maxmin", "dpp", "match"):
         yield chosen(rule, 256, 8, 4)
     yield chosen("dpp", 256, 64, 16)

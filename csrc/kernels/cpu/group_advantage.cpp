@@ -1,7 +1,6 @@
 #include "kernels/group_advantage.h"
 
 #include <cmath>
-#include <limits>
 
 #include "kernels/cpu/lanes.h"
 #include "kernels/cpu/parallel.h"
@@ -18,14 +17,16 @@ struct Moments {
 // the mean added. Most groups have no ungraded member, and then nothing need be masked.
 template <bool kAllGraded>
 Moments moments_of(const double* rewards, int64_t count) {
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const auto graded = [rewards](int64_t i, double x) { return kAllGraded || rewards[i] == rewards[i] ? x : 0.0; };
   const double n = kAllGraded ? static_cast<double>(count) : lane_sum(count, [&](int64_t i) { return graded(i, 1.0); });
   const double sum = lane_sum(count, [&](int64_t i) { return graded(i, rewards[i]); });
   if (kAllGraded && std::isnan(sum)) return moments_of<false>(rewards, count);
   const double mean = sum / n;
-  const double max = lane_max(count, -kInfinity, [&](int64_t i) { return rewards[i]; });
-  const double min = -lane_max(count, -kInfinity, [&](int64_t i) { return -rewards[i]; });
+  int64_t first = 0;
+  while (!kAllGraded && first + 1 < count && std::isnan(rewards[first])) ++first;
+  const double one = count > 0 ? rewards[first] : 0.0;
+  int64_t others = 0;
+  for (int64_t i = 0; i < count; ++i) others += (rewards[i] != one) & (rewards[i] == rewards[i]);
   double rests[4] = {0, 0, 0, 0}, squares[4] = {0, 0, 0, 0};
   for (int64_t i = 0; i < count; i += 4) {
     const int last = count - i < 4 ? static_cast<int>(count - i) : 4;
@@ -37,7 +38,7 @@ Moments moments_of(const double* rewards, int64_t count) {
   }
   const double rest = (rests[0] + rests[2]) + (rests[1] + rests[3]);
   const double square = (squares[0] + squares[2]) + (squares[1] + squares[3]);
-  return {n, mean, square - rest * rest / n, min == max};
+  return {n, mean, square - rest * rest / n, others == 0};
 }
 
 void one_group(const GroupAdvantageArgs& args, int64_t g) {

@@ -1,6 +1,7 @@
 #include "kernels/selection.h"
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "kernels/cpu/parallel.h"
@@ -17,24 +18,27 @@ class PairNumbering {
   explicit PairNumbering(int64_t most_pairs) {
     size_t capacity = 16;
     while (capacity < 2 * static_cast<size_t>(most_pairs)) capacity *= 2;
-    slots_.resize(capacity);
+    numbers_.assign(capacity, -1);
+    pairs_.reset(new Pair[capacity]);
   }
 
   int64_t number(int64_t prefix, int64_t token) {
-    size_t at = hash(prefix, token) & (slots_.size() - 1);
-    while (slots_[at].number >= 0) {
-      if (slots_[at].prefix == prefix && slots_[at].token == token) return slots_[at].number;
-      at = (at + 1) & (slots_.size() - 1);
+    const size_t mask = numbers_.size() - 1;
+    size_t at = hash(prefix, token) & mask;
+    while (numbers_[at] >= 0) {
+      if (pairs_[at].prefix == prefix && pairs_[at].token == token) return numbers_[at];
+      at = (at + 1) & mask;
     }
-    slots_[at] = {prefix, token, count_};
+    pairs_[at] = {prefix, token};
+    numbers_[at] = count_;
     return count_++;
   }
 
   int64_t count() const { return count_; }
 
  private:
-  struct Slot {
-    int64_t prefix, token, number = -1;
+  struct Pair {
+    int64_t prefix, token;
   };
 
   static size_t hash(int64_t prefix, int64_t token) {
@@ -43,8 +47,9 @@ class PairNumbering {
     return x ^ (x >> 29);
   }
 
-  std::vector<Slot> slots_;
-  int64_t count_ = 0;
+  std::vector<int32_t> numbers_;   // -1 where free: the only part that every new table has to write
+  std::unique_ptr<Pair[]> pairs_;  // not initialised
+  int32_t count_ = 0;              // a group has fewer than 2^31 tokens
 };
 
 // The members' n-gram sets as bitmaps over the group's own n-gram numbers.
