@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+
 from library import POLICY_STATS, Array, Library, PolicySettings
 
 INFINITY = np.float64(np.inf)
