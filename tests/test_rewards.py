@@ -297,8 +297,10 @@ def test_close_fails_what_was_waited_for_and_leaves_no_process(tmp_path):
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from fastrl_fast.rewards import Grader
+# A shell that starts its jobs in the background makes them ignore Ctrl-C, and so their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Term:
     name, weight = sys.argv[1], 1.0
 if __name__ == "__main__":
