@@ -12,7 +12,7 @@ from .config import Config
 from .data import PromptData
 from .drop_reasons import FILTERED, SURPLUS, UNGRADED
 from .metrics import Clock, phase
-from .rewards import Grader, total
+from .rewards import Grader, overlong_penalty, total
 from .rollout import Sampler
 from .types import Group
 
@@ -85,7 +85,7 @@ class Collector:
             return []
         mine = distributed.share(len(planned))
         groups = [
-            Group(prompt, [], number=first_number + place)
+            Group(prompt, [], number=first_number + place, weight=self.budget.weight(prompt))
             for place, (prompt, _) in enumerate(planned[mine], start=mine.start)
         ]
         wanted = [size for _, size in planned[mine]]
@@ -125,7 +125,11 @@ class Collector:
         decides = self.config.reward.right_name
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             rollout.rewards = next(graded)
-            rollout.reward = total(self.config.reward.terms, rollout.rewards)
+            rollout.reward = total(self.config.reward.terms, rollout.rewards) + overlong_penalty(
+                len(rollout.completion_ids),
+                limit=self.config.rollout.max_completion_tokens,
+                buffer=self.config.reward.overlong_buffer,
+            )
             value = rollout.rewards[decides]
             rollout.right = value is not None and value >= RIGHT
 

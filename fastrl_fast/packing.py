@@ -60,14 +60,15 @@ class ModelShape:
 
 
 def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept") -> TrainGroup:
-    """Keep of a pruned group what the update needs; with the divisor `all` every graded rollout counts in it, once."""
+    """Keep of a pruned group what the update needs; with the divisor `all` every graded rollout counts in it, by its
+    group's weight."""
     sequences = [
         Sequence(group.prompt.token_ids, r.completion_ids, r.rollout_logprobs, r.advantage, r.weight)
         for r in group.rollouts
         if r.kept
     ]
     if divisor == "all":
-        in_loss = [(1.0, len(r.completion_ids)) for r in group.rollouts if r.drop_reason != UNGRADED]
+        in_loss = [(group.weight, len(r.completion_ids)) for r in group.rollouts if r.drop_reason != UNGRADED]
     else:
         in_loss = [(r.weight, len(r.completion_ids)) for r in group.rollouts if counted(r)]
     return TrainGroup(
