@@ -17,7 +17,7 @@ def choose_diverse(groups: list[Group], config: PruneConfig, dice: Dice) -> None
     """Keep at most floor(keep_fraction x n), at least one, of each group's n graded rollouts by the greedy rule
     `config.method` of `ops.choose_rollouts`: maxmin, dpp or match, over advantage times vector.
 
-    `dpp` and `match` keep fewer where the rest adds nothing, and nothing of a group whose advantages are all 0.
+    `dpp` and `match` keep fewer where the rest adds nothing. A group whose advantages are all 0 keeps its first ones.
     """
     by_count: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
@@ -34,4 +34,6 @@ def choose_diverse(groups: list[Group], config: PruneConfig, dice: Dice) -> None
         )
         kept = iter(choice.kept.tolist())
         for group in alike:
-            keep_only(group, [index for index, _ in enumerate(group.rollouts) if next(kept)], UNCHOSEN)
+            chosen = [index for index, _ in enumerate(group.rollouts) if next(kept)]
+            pushes = any(rollout.advantage != 0 for rollout in group.rollouts)
+            keep_only(group, chosen if pushes else members(group)[:count], UNCHOSEN)
