@@ -71,7 +71,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 
 
 SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences", "aero", "refilled", "aligned")
-SCENARIOS += ("skipping",)
+SCENARIOS += ("skipping", "cut_over_the_step", "matched")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -82,6 +82,8 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
             prune=PruneConfig(method="mdap", tau=1.0, align=4),
             updates=UpdatesConfig(rollouts_per_update=4),
         ),
+        "cut_over_the_step": change(plain, prune=PruneConfig(method="cppo_batch", keep_fraction=0.3)),
+        "matched": change(plain, prune=PruneConfig(method="maxmin", similarity="gradient", weighting="match")),
         # All prompts but one are mostly skipped: in some tries there are fewer prompts than ranks.
         "skipping": change(plain, budget=BudgetConfig(kind="greso", group_size=4, tries=6)),
         "bfloat16": change(plain, model=ModelConfig(path=model, dtype="bfloat16", activation_checkpointing=True)),
