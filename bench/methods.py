@@ -1,7 +1,7 @@
 """Every method against plain training, over seeds: tables and a plot.
 
     python -m bench.methods [--seeds 5] [--steps 100] [--out runs/methods] [--only grpo-aero grpo-plain] [--quick]
-    python -m bench.methods --setting smollm2           # a real model on arithmetic, as small as two cores allow
+    python -m bench.methods --setting smollm2           # a real model on sums, as small as two cores allow
     python -m bench.methods --document docs/methods.md  # the document, from the finished runs of both settings
 
 One process per run. Call it again after a stop: finished runs are read, an unfinished one goes on at its checkpoint.
@@ -86,36 +86,32 @@ SETTINGS = {
             "--config=gsm8k_smollm2",
             "--data.path={folder}/train.jsonl",
             "--eval.path={folder}/heldout.jsonl",
-            "--rollout.max_completion_tokens=24",
+            "--data.chat_template=false",
+            # An answer is one line of a few tokens, ended by a newline.
+            "--rollout.max_completion_tokens=6",
+            "--rollout.stop_token_ids=[198]",
             "--rollout.temperature=1.0",
-            "--optimizer.lr=2e-5",
+            "--optimizer.lr=3e-5",
         ),
         ("grpo-plain", "grpo-fastrl", "grpo-aero", "grpo-fastrl_aero"),
-        seeds=2,
-        steps=8,
-        eval_prompts=32,
+        seeds=3,
+        steps=10,
+        eval_prompts=64,
         evaluations=1,
     ),
 }
 
 
-def arithmetic(seed: int, count: int) -> list[dict[str, str]]:
-    """Sums and differences of two-digit numbers, of which SmolLM2-135M gets some right."""
-    dice = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        a, b, sign = dice.randint(10, 99), dice.randint(10, 99), dice.choice("+-")
-        question = f"What is {a} {sign} {b}? Answer with the number only."
-        rows.append({"question": question, "answer": str(a + b if sign == "+" else a - b)})
-    return rows
+SHOTS = "12 + 31 = 43\n58 + 7 = 65\n"
 
 
-def write_arithmetic(folder: Path) -> None:
-    """Write the data of the setting smollm2; no held-out question is one of training."""
-    train = arithmetic(0, 2048)
-    seen = {row["question"] for row in train}
-    heldout = [row for row in arithmetic(1, 512) if row["question"] not in seen]
-    for name, rows in (("train", train), ("heldout", heldout)):
+def write_sums(folder: Path) -> None:
+    """Write the data of the setting smollm2: two-digit plus one-digit numbers behind two examples, of which the model
+    gets about a fifth right, and most groups of eight some. A quarter of the sums is held out."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(1, 10)]
+    random.Random(0).shuffle(pairs)
+    for name, part in (("train", pairs[: len(pairs) * 3 // 4]), ("heldout", pairs[len(pairs) * 3 // 4 :])):
+        rows = [{"question": f"{SHOTS}{a} + {b} =", "answer": str(a + b)} for a, b in part]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
@@ -205,7 +201,7 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     if options.setting == "smollm2":
-        write_arithmetic(options.out)
+        write_sums(options.out)
     runs = []
     # Seed by seed, so that a stop leaves whole comparisons.
     for seed in range(options.seeds):

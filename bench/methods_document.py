@@ -11,7 +11,7 @@ from .methods_runs import Run
 
 TITLES = {
     "demo": "The default CPU task",
-    "smollm2": "SmolLM2-135M on two-digit arithmetic",
+    "smollm2": "SmolLM2-135M on sums",
 }
 COMMANDS = {"demo": "python -m bench.methods", "smollm2": "python -m bench.methods --setting smollm2"}
 

@@ -141,9 +141,13 @@ def test_every_run_s_arguments_are_settings(setting, tmp_path):
         assert (config.prune.method == "none") == (method in ("plain", "greso"))
 
 
-def test_arithmetic_is_right_and_held_out(tmp_path):
-    methods.write_arithmetic(tmp_path)
+def test_sums_are_right_and_held_out(tmp_path):
+    methods.write_sums(tmp_path)
     train, heldout = (sources.load_rows(str(tmp_path / f"{name}.jsonl"), "train") for name in ("train", "heldout"))
     for row in train:
-        assert str(eval(row["question"].removeprefix("What is ").split("?")[0])) == row["answer"]
-    assert len(heldout) > 400 and not {r["question"] for r in train} & {r["question"] for r in heldout}
+        a, b = row["question"].removeprefix(methods.SHOTS).removesuffix(" =").split(" + ")
+        assert int(a) + int(b) == int(row["answer"])
+    assert len(heldout) > 200 and not {r["question"] for r in train} & {r["question"] for r in heldout}
+    for shot in methods.SHOTS.splitlines():
+        terms, total = shot.split(" = ")
+        assert sum(map(int, terms.split(" + "))) == int(total)
