@@ -125,6 +125,9 @@ def split_by_rollouts(groups: list[TrainGroup], rollouts: int) -> list[list[Trai
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 """Largest parts of a rank's fair share that groups are tried to be cut into, where whole ones do not balance."""
 
+WASTE = 0.1
+"""Weight of the mean rank's FLOPs beside the busiest one's: all wait for that one, but a prompt computed twice is work."""
+
 
 def plan_microbatches(
     sequences: list[Sequence], *, ranks: int, tokens_per_microbatch: int, shape: ModelShape
@@ -134,8 +137,8 @@ def plan_microbatches(
     Groups, costliest first, go to the rank with the least FLOPs so far; inside a rank they are packed first-fit by
     falling tokens into micro-batches of at most `tokens_per_microbatch` tokens, a shared prompt counting once (a longer
     sequence has one of its own; a longer group is cut). Groups are kept whole, or cut into parts of at most 1, 1/2, 1/4
-    or 1/8 of a rank's fair share, or into sequences, whichever makes the busiest rank's FLOPs least, prompts that are
-    then computed more than once included. Ranks with fewer micro-batches get empty ones. The plan is a pure function of
+    or 1/8 of a rank's fair share, or into sequences, whichever makes the FLOPs of the busiest rank (and a little, of
+    all) least, prompts that are then computed more than once included. Ranks with fewer micro-batches get empty ones. The plan is a pure function of
     its arguments, so all ranks agree without talking.
     """
     groups = _grouped(sequences, list(range(len(sequences))))
@@ -149,7 +152,8 @@ def plan_microbatches(
             _microbatches(_grouped(sequences, members), sequences, tokens_per_microbatch)
             for members in _spread(parts, [cost(part) for part in parts], ranks)
         ]
-        return max(sum(map(cost, plan)) for plan in plans), plans
+        loads = [sum(map(cost, plan)) for plan in plans]
+        return max(loads) + WASTE * sum(loads) / ranks, plans
 
     best = planned(float("inf"))
     if ranks > 1 and len(groups) < len(sequences):
