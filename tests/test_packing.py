@@ -11,7 +11,6 @@ from fastrl_fast.packing import (
     ModelShape,
     Sequence,
     TrainGroup,
-    alone,
     divisor,
     microbatch_flops,
     pack,
@@ -187,10 +186,6 @@ def test_pack_lays_a_shared_prompt_down_once():
     assert batch.targets.tolist() == [21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31]
     assert batch.row_index.tolist() == [2, 3, 2, 7, 8, 10, 11, 13, 15, 15, 17]
     assert batch.cu_targets.tolist() == [0, 2, 3, 5, 7, 8, 9, 11]
-    whole, places = alone(batch)
-    assert whole.input_ids.tolist() == [11, 12, 13, 21, 22, 11, 12, 13, 23, 17, 29, 17, 30, 31]
-    assert whole.prefixes.shape == (0, 3) and places.tolist() == [0, 1, 2, 8, 9, 10]
-    assert torch.equal(whole.targets, batch.targets[places])
 
 
 def test_rollouts_of_one_group_have_one_prompt():

@@ -1,6 +1,7 @@
 """Attention behind shared prompts against the textbook formula on whole sequences, in float64."""
 
 import sys
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -128,7 +129,7 @@ def test_rounds_as_torch_does(layout, dtype):
     ours = prefix_attention(*leaves, plan_prefixes(borders, prefixes), scale=0.4)
     truth = textbook(*exact, sequences, scale=0.4)
     # A share is e to the difference of two log-sum-exps, which round by their size.
-    largest = max(1.0, 0.4 * float(exact[0].norm(dim=-1).max() * exact[1].norm(dim=-1).max()))
+    largest = max(1.0, 0.4 * float(exact[0].detach().norm(dim=-1).max() * exact[1].detach().norm(dim=-1).max()))
     pairs_of = ((ours, leaves), (plain, leaves), (truth, exact))
     results = ([out.detach(), *gradients(out, inputs)] for out, inputs in pairs_of)
     for mine, torchs, right in zip(*results, strict=True):
@@ -186,7 +187,7 @@ def varlen_by_blocks(q, k, v, cu_q, cu_k, *, backward=None, causal, scale, softc
     blocks = Blocks(q, k, scores)
     blocks.products = True
     results = []
-    for (a, b), (c, d) in zip(zip(cu_q, cu_q[1:]), zip(cu_k, cu_k[1:])):
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         call = attention_calls.Call(slice(0, b - a), slice(0, d - c), causal)
         parts = q[a:b], k[c:d], v[c:d]
         if backward is None:
@@ -217,7 +218,8 @@ def pretend_flash_2() -> ModuleType:
         assert dropout_p == 0 and alibi_slopes is None and deterministic
         assert softmax_lse.shape == (q.shape[1], q.shape[0]) and softmax_lse.is_contiguous()
         rows = dict(causal=causal, scale=softmax_scale, softcap=softcap, backward=(dout, out, softmax_lse.t()))
-        for total, part in zip((dq, dk, dv), varlen_by_blocks(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows)):
+        parts = varlen_by_blocks(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows)
+        for total, part in zip((dq, dk, dv), parts, strict=True):
             total.copy_(part)
 
     module = ModuleType("flash_attn.flash_attn_interface")
