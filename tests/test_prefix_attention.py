@@ -209,6 +209,11 @@ def stand_in(q, k, v, cu_q, cu_k, *, causal, scale, softcap=0.0, backward=None):
     return varlen_by_blocks(q, k, v, cu_q, cu_k, backward=(grad, out, lse.t()), **rows)
 
 
+def fill(totals, parts) -> None:
+    for total, part in zip(totals, parts, strict=True):
+        total.copy_(part)
+
+
 def pretend_flash_2() -> ModuleType:
     """Signatures of flash-attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py)."""
 
@@ -228,9 +233,7 @@ def pretend_flash_2() -> ModuleType:
         assert dropout_p == 0 and alibi_slopes is None and deterministic is True
         assert (window_size_left, window_size_right) == (-1, -1)
         rows = dict(causal=causal, scale=softmax_scale, softcap=softcap, backward=(dout, out, softmax_lse))
-        parts = stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows)
-        for total, part in zip((dq, dk, dv), parts, strict=True):
-            total.copy_(part)
+        fill((dq, dk, dv), stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows))
 
     module = ModuleType("flash_attn.flash_attn_interface")
     module._flash_attn_varlen_forward = _flash_attn_varlen_forward
@@ -256,9 +259,7 @@ def pretend_flash_3() -> ModuleType:
     ):  # fmt: skip
         assert deterministic is True and (window_size_left, window_size_right) == (-1, -1)
         rows = dict(causal=is_causal, scale=softmax_scale, softcap=softcap, backward=(dout, out, softmax_lse))
-        parts = stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows)
-        for total, part in zip((dq, dk, dv), parts, strict=True):
-            total.copy_(part)
+        fill((dq, dk, dv), stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows))
 
     module = ModuleType("flash_attn_interface")
     module._flash_attn_forward = _flash_attn_forward
