@@ -11,7 +11,6 @@ from .config import Aggregation, LossConfig, LossKind
 from .packing import Divisor
 from .types import PackedBatch
 
-
 NO_CORRECTION = ops.Importance()
 
 
