@@ -179,7 +179,7 @@ IMPORTANCE = [
 
 def test_importance_weights_correct_the_update(make_trainer) -> None:
     """Each one multiplies the whole update, here by one number."""
-    moves, settings = [], {"optimizer": OptimizerConfig(lr=1.0, max_grad_norm=1e9)}
+    moves, settings = [], {"optimizer": OptimizerConfig(lr=1e3, max_grad_norm=1e9)}
     for kind, cap, weight in [("none", 2.0, 1.0), *IMPORTANCE]:
         loss = LossConfig(importance=ImportanceConfig(kind=kind, cap=cap))
         trainer = halved(make_trainer(loss=loss, **settings))
