@@ -302,7 +302,7 @@ def test_groups_are_told_when_their_last_rollout_is_there(budget: int) -> None:
     made = sampler(make_model(), max_completion_tokens=40, tokens_per_batch=budget)
     silent = made.sample(prompts, sizes, seed=3, step=0)
     sampled: list[list[int]] = []
-    told: list[tuple[Group, int]] = []
+    told: list[tuple[str, list[tuple[list[int], list[float]]], int]] = []
     decoded = made._rollout
 
     def count(ids: list[int], logprobs: list[float]) -> Rollout:
@@ -310,14 +310,15 @@ def test_groups_are_told_when_their_last_rollout_is_there(budget: int) -> None:
         return decoded(ids, logprobs)
 
     made._rollout = count  # type: ignore[method-assign]
-    groups = made.sample(
-        prompts, sizes, seed=3, step=0, finished=lambda group: told.append((copy.copy(group), len(sampled)))
-    )
+
+    def finished(group: Group) -> None:
+        told.append((group.prompt.id, outcome([group]), len(sampled)))
+
+    groups = made.sample(prompts, sizes, seed=3, step=0, finished=finished)
     assert outcome(groups) == outcome(silent)
-    whole = {group.prompt.id: outcome([group]) for group in groups}
-    assert sorted(group.prompt.id for group, _ in told) == sorted(whole)
-    assert all(outcome([group]) == whole[group.prompt.id] for group, _ in told)
-    whens = [when for _, when in told]
+    assert {name: rollouts for name, rollouts, _ in told} == {group.prompt.id: outcome([group]) for group in groups}
+    assert len(told) == len(groups)
+    whens = [when for _, _, when in told]
     assert whens[0] == 0, "the group of none has nothing to wait for"
     assert whens[1] < whens[-1] == 9
 

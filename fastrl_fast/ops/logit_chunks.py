@@ -4,6 +4,7 @@
 whole row. Here a chunk of rows keeps its logits until the loss has said what their gradient is.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -41,6 +42,16 @@ class Slopes(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Some rows and their logits, kept as one contiguous block per slab of the vocabulary."""
+
+    rows: slice
+    hidden: Tensor
+    targets: Tensor
+    slabs: list[tuple[slice, Tensor]]
+
+
 def walk(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple[bool, bool, bool]) -> Walk:
     """Return logprobs and entropy [N] of every row, and the gradients of `loss`.
 
@@ -48,8 +59,9 @@ def walk(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple
     part in the second and third GEMM. Where a chunk would be too small for rows that belong together the logits are
     made twice.
     """
-    chunks = _chunks(hidden.shape[0], head.weight.shape[0], hidden.device.type, loss.borders)
-    if chunks is None:
+    vocabulary, device = head.weight.shape[0], hidden.device.type
+    stretches = _stretches(hidden.shape[0], vocabulary, device, loss.borders)
+    if stretches is None:
         return _walk_twice(hidden, targets, head, loss, needs)
     made = Walk(
         hidden.new_empty(hidden.shape[0], dtype=head.dtype),
@@ -59,89 +71,76 @@ def walk(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple
         torch.zeros_like(head.bias, dtype=torch.float64) if needs[2] and head.bias is not None else None,
     )
     written = False
-    largest = max((rows.stop - rows.start for rows in chunks), default=0)
-    kept = hidden.new_empty(largest * head.weight.shape[0], dtype=head.dtype)
-    for rows in chunks:
-        slabs = _slabs(kept, rows.stop - rows.start, head.weight.shape[0], logit_slabs.LIMITS[hidden.device.type])
-        grads = _fill(slabs, hidden[rows], targets[rows], head, loss, rows, made)
+    most = max((rows.stop - rows.start for rows in stretches), default=0)
+    kept = hidden.new_empty(most * vocabulary, dtype=head.dtype)
+    for rows in stretches:
+        slabs = _slabs(kept, rows.stop - rows.start, vocabulary, logit_slabs.LIMITS[device])
+        chunk = _Chunk(rows, hidden[rows], targets[rows], slabs)
+        grads = _fill(chunk, head, loss, made)
         live = torch.nonzero(grads.logprobs)[:, 0] if loss.sparse else None
-        if live is not None and live.shape[0] == rows.stop - rows.start:
-            live = None
-        if not any(needs) or (live is not None and live.shape[0] == 0):
-            continue
-        _add_gradients(slabs, hidden, targets, head, grads, rows, live, made, first=not written)
-        written = True
+        if any(needs) and (live is None or live.shape[0] > 0):
+            _add_gradients(chunk, head, grads, live, made, first=not written)
+            written = True
     if made.grad_weight is not None and not written:
         made.grad_weight.zero_()
     return made
 
 
-def _chunks(rows: int, vocabulary: int, device: str, borders: list[int] | None) -> list[slice] | None:
-    """Cut the rows, of equal size where they stand alone; None where what belongs together is too large."""
+def _stretches(rows: int, vocabulary: int, device: str, borders: list[int] | None) -> list[slice] | None:
+    """Cut the rows into chunks; None where what belongs together is too large for one."""
     most = max(1, min(CHUNK_ROWS[device], CHUNK_ELEMENTS[device] // vocabulary))
-    if borders is None:
+    if borders is None:  # of equal size, or the last GEMMs would be small ones
         count = max(1, -(-rows // most))
         return list(logit_slabs.slices(rows, max(1, -(-rows // count))))
-    chunks, start = [], 0
+    whole, start = [], 0
     for begin, end in pairwise(border for border in borders if border <= rows):
         if end - begin > most:
             return None
         if end - start > most:
-            chunks.append(slice(start, begin))
+            whole.append(slice(start, begin))
             start = begin
-    return [*chunks, slice(start, rows)] if start < rows else chunks
+    return [*whole, slice(start, rows)] if start < rows else whole
 
 
-def _fill(
-    slabs: list[tuple[slice, Tensor]], hidden: Tensor, y: Tensor, head: Head, loss: Slopes, rows: slice, made: Walk
-) -> Grads:
+def _fill(chunk: _Chunk, head: Head, loss: Slopes, made: Walk) -> Grads:
     """Make the logits of a chunk, write its logprobs and entropies, and return what its gradient needs."""
+    hidden, rows = chunk.hidden, chunk.rows
     sums = logit_slabs.start(hidden, head.dtype)
-    for columns, logits in slabs:
+    for columns, logits in chunk.slabs:
         head.fill(logits, hidden, *head.part(columns, hidden.dtype))
-        logit_slabs.fold(logits, y, columns.start, head.scale, sums)
+        logit_slabs.fold(logits, chunk.targets, columns.start, head.scale, sums)
     row_max, log_sum, made.logprobs[rows], made.entropy[rows] = logit_slabs.finish(sums)
-    g = loss.slope(made.logprobs[rows], rows)
+    return _grads(row_max, log_sum, made.entropy[rows], loss.slope(made.logprobs[rows], rows))
+
+
+def _grads(row_max: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor) -> Grads:
     return Grads(
-        row_max=row_max,
-        log_sum=log_sum,
-        entropy=made.entropy[rows],
-        logprobs=g,
-        upstream_entropy=torch.zeros_like(g),
+        row_max=row_max, log_sum=log_sum, entropy=entropy, logprobs=slope, upstream_entropy=torch.zeros_like(slope)
     )
 
 
-def _add_gradients(
-    slabs: list[tuple[slice, Tensor]],
-    hidden: Tensor,
-    targets: Tensor,
-    head: Head,
-    grads: Grads,
-    rows: slice,
-    live: Tensor | None,
-    made: Walk,
-    *,
-    first: bool,
-) -> None:
-    """Add a chunk's gradients, of its `live` rows (None = all), to those made; the `first` writes the weight's."""
-    part, y = hidden[rows], targets[rows]
-    grad_part = None if made.grad_rows is None else made.grad_rows[rows]
+def _add_gradients(chunk: _Chunk, head: Head, grads: Grads, live: Tensor | None, made: Walk, *, first: bool) -> None:
+    """Add what a chunk's `live` rows (None = all) give to the gradients; the `first` chunk writes the weight's."""
+    part, targets = chunk.hidden, chunk.targets
+    if live is not None and live.shape[0] == part.shape[0]:
+        live = None
+    grad_part = None if made.grad_rows is None else made.grad_rows[chunk.rows]
     if live is not None:
-        part, y, grads = part[live], y[live], grads[live]
+        part, targets, grads = part[live], targets[live], grads[live]
         grad_part = None if grad_part is None else torch.zeros_like(part, dtype=head.dtype)
-    for columns, logits in slabs:
-        kept_logits = logits if live is None else logits[live]
-        d = logit_slabs.differentiate(kept_logits, y, columns.start, head, grads, part.dtype)
+    for columns, logits in chunk.slabs:
+        kept = logits if live is None else logits[live]
+        slopes = logit_slabs.differentiate(kept, targets, columns.start, head, grads, part.dtype)
         if grad_part is not None:
-            logit_slabs.add_product(grad_part, d, head.part(columns, part.dtype)[0])
+            logit_slabs.add_product(grad_part, slopes, head.part(columns, part.dtype)[0])
         if made.grad_weight is not None and first:
-            logit_slabs.multiply(d.t(), part, made.grad_weight[columns])
+            logit_slabs.multiply(slopes.t(), part, made.grad_weight[columns])
         elif made.grad_weight is not None:
-            logit_slabs.add_product(made.grad_weight[columns], d.t(), part)
+            logit_slabs.add_product(made.grad_weight[columns], slopes.t(), part)
         if made.grad_bias is not None:
-            made.grad_bias[columns] += d.sum(0, dtype=torch.float64)
+            made.grad_bias[columns] += slopes.sum(0, dtype=torch.float64)
     if made.grad_rows is not None and grad_part is not None and live is not None:
-        made.grad_rows[rows].index_copy_(0, live, grad_part)
+        made.grad_rows[chunk.rows].index_copy_(0, live, grad_part)
 
 
 def _walk_twice(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple[bool, bool, bool]) -> Walk:

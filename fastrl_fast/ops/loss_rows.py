@@ -48,18 +48,18 @@ class LossRows:
     """
 
     def __init__(self, columns: Columns, settings: LossSettings, dtype: torch.dtype) -> None:
-        old, cu = columns.old, columns.cu_targets
+        def cast(x: Tensor | None) -> Tensor | None:
+            return x if x is None else x.to(dtype)
+
+        old, ref, rollout, factors = map(cast, columns[:4])
+        a, w, cu = columns.advantages.to(dtype), columns.weights.to(dtype), columns.cu_targets
         importance = Importance(IMPORTANCE_KINDS[settings.importance], settings.cap, settings.floor)
-        lengths = cu.diff()
-        a, w = columns.advantages.to(dtype), columns.weights.to(dtype)
-        factors = None if columns.token_weights is None else columns.token_weights.to(dtype)
         corrected = importance.kind != "none"
         known = None
-        if corrected and old is not None and columns.rollout is not None:
-            known = importance_weights(old.to(dtype), columns.rollout.to(dtype), cu, importance)[0]
-        if known is not None and importance.of_sequences:
-            a = a * known
-        a_token, w_token = (torch.repeat_interleave(x, lengths) for x in (a, w))
+        if corrected and old is not None and rollout is not None:
+            known = importance_weights(old, rollout, cu, importance)[0]
+            a = a * known if importance.of_sequences else a
+        a_token, w_token = (torch.repeat_interleave(x, cu.diff()) for x in (a, w))
         if known is not None and not importance.of_sequences:
             a_token = a_token * known
         w_token = w_token if factors is None else w_token * factors
@@ -68,16 +68,15 @@ class LossRows:
         before = torch.cat([cu.new_zeros(1), (~quiet).cumsum(0)])
         self.order = torch.argsort(quiet.to(torch.int8), stable=True)
         self.moving = int(before[-1])
-        self._importance = importance if corrected and old is None else None
         self.sparse = old is not None or importance.masks
         """Whether the slope of a row with an advantage may be 0."""
-        alone = old is None and factors is None
-        self._settings = settings._replace(ratio=TOKEN) if alone else settings
-        of_sequences = self._settings.ratio != TOKEN or (self._importance is not None and importance.of_sequences)
         self.borders: list[int] | None = None
         """Offsets of the units where they are sequences."""
-        self._old, self._ref, self._rollout = (None if x is None else x.to(dtype)[self.order] for x in columns[:3])
-        if of_sequences:
+        self._importance = importance if corrected and old is None else None
+        alone = old is None and factors is None
+        self._settings = settings._replace(ratio=TOKEN) if alone else settings
+        self._old, self._ref, self._rollout = (None if x is None else x[self.order] for x in (old, ref, rollout))
+        if self._settings.ratio != TOKEN or (self._importance is not None and importance.of_sequences):
             moving = before[cu]
             self._cu = torch.cat([moving, self.moving + (cu - moving)[1:]])
             self.borders = self._cu.tolist()
