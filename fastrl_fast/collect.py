@@ -91,7 +91,8 @@ class Collector:
         ]
         wanted = [size for _, size in planned[mine]]
         while True:
-            grading = Grading(self.grader, expected=sum(wanted))
+            asked = [group.prompt for group, size in zip(groups, wanted, strict=True) if size > 0]
+            grading = Grading(self.grader, asked, expected=sum(wanted))
             self.sample(groups, wanted, grading, step=step, attempt=attempt)
             self.grade(grading)
             collected.counts["collect/rounds"] += 1
