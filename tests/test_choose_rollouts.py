@@ -259,7 +259,7 @@ def test_opcheck():
         ({"rule": "mdap"}, "rule must be one of maxmin, dpp, match, random, top_advantage, not 'mdap'"),
         ({"k": -1}, "k must be >= 0, not -1"),
         ({"seed": -1}, "seed must be >= 0, not -1"),
-        ({"vectors": torch.zeros(3)}, "vectors must have 2 dimension(s), torch.float32, on the CPU"),
+        ({"vectors": torch.zeros(3)}, "vectors must have 2 dimension(s), torch.float32, on the device"),
         ({"advantages": torch.zeros(2)}, "advantages must be one per rollout (3), not 2"),
         ({"cu_group_sizes": torch.tensor([0, 2])}, "cu_group_sizes must end with 3, not 2"),
         ({"cu_group_sizes": torch.tensor([0, 2, 1, 3])}, "cu_group_sizes must not decrease"),
