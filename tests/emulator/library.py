@@ -84,7 +84,15 @@ class Library:
         return self._library.choose_rollouts_workspace(rule, *sizes)
 
     def choose_rollouts(
-        self, vectors: Array, advantages: Array, cu: Array, *, rule: int, k: int, seed: int, weights: Array | None = None
+        self,
+        vectors: Array,
+        advantages: Array,
+        cu: Array,
+        *,
+        rule: int,
+        k: int,
+        seed: int,
+        weights: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """Return weights, order and fidelity; rule as the number of its enum, `weights` for the rule `given`."""
         (rollouts, width), groups = vectors.shape, len(cu) - 1
