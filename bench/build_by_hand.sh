@@ -26,7 +26,9 @@ compile() { # NAME COMMAND...
   "$@" -o "$object" &
   jobs+=($!) objects+=("$object")
 }
-if [ "$(uname -m)" = x86_64 ]; then flags+=(-DFASTRL_WITH_AVX2=1); fi
+simd=()
+if [ "$(uname -m)" = x86_64 ]; then simd=(-DFASTRL_WITH_AVX2=1); fi
+flags+=(${simd[@]+"${simd[@]}"})
 for source in csrc/kernels/cpu/*.cpp; do
   name=$(basename "$source" .cpp) extra=()
   case $name in
@@ -42,8 +44,8 @@ if [ "$device" = cuda ]; then
       -gencode=arch=compute_80,code=sm_80 "-gencode=arch=compute_90,code=[sm_90,compute_90]" -c "$source"
   done
   # nvcc knows where its toolkit has nvtx3 and the static cudart
-  compile bindings nvcc -std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -DFASTRL_WITH_CUDA=1 "${includes[@]}" \
-    -c csrc/bindings.cpp
+  compile bindings nvcc -std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -DFASTRL_WITH_CUDA=1 \
+    ${simd[@]+"${simd[@]}"} "${includes[@]}" -c csrc/bindings.cpp
   link=(nvcc -shared -Xcompiler=-fopenmp)
 else
   compile bindings g++ "${flags[@]}" "${includes[@]}" -c csrc/bindings.cpp
