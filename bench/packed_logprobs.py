@@ -1,6 +1,6 @@
 """packed_logprobs against the best PyTorch a colleague would write, TRL and Liger: scoring, and loss with gradient.
 
-On a GPU the GEMMs alone run beside it: what is left above them is what the operator costs.
+The GEMMs alone run beside it: what is left above them is what the operator costs.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,7 +58,12 @@ def close(tolerance: float) -> Callable[[dict[str, Any]], None]:
     return check
 
 
-def one_gemm(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[None, None]:
+def operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What ours multiplies: float32 on a CPU, whose bfloat16 GEMM would round the logits."""
+    return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
+
+
+def one_gemm(hidden: Tensor, weight: Tensor) -> tuple[None, None]:
     torch.mm(hidden, weight.t())
     return None, None
 
@@ -77,8 +82,8 @@ def scoring(
     for name, entropy in (("TRL, with entropy", True), ("TRL, no entropy", False)):
         if (function := referees.trl_chunked(entropy=entropy)) is not None:
             runs[name] = function
-    if setting.on_gpu:
-        runs["one GEMM"] = one_gemm
+    if not setting.quick:
+        runs["one GEMM"] = lambda *_: one_gemm(*operands(hidden, weight))
     return timing.Case(
         name=f"score T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
         runs={name: torch.no_grad()(lambda f=f: f(hidden, weight, targets)) for name, f in runs.items()},
@@ -156,8 +161,8 @@ def training(
     if liger is not None:
         losses["Liger, fused GRPO"] = liger
     runs = {name: gradient(loss) for name, loss in losses.items()}
-    if setting.on_gpu:
-        runs["three GEMMs"] = lambda: three_gemms(hidden, weight)
+    if not setting.quick:
+        runs["three GEMMs"] = lambda: three_gemms(*operands(hidden, weight))
     return timing.Case(
         name=f"loss and gradient T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
         runs=runs,

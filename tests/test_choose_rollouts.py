@@ -240,7 +240,8 @@ def test_thread_count_changes_nothing(rule):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             sketch = gradient_sketch(ids, logprobs, cu, width=128)
-            results.append([sketch, *choose_rollouts(sketch, advantages, groups, rule=rule, k=5)])
+            choice = choose_rollouts(sketch, advantages, groups, rule=rule, k=5)
+            results.append([sketch, *choice, group_fidelity(sketch, advantages, choice.weights * 0.7, groups)])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
@@ -251,6 +252,19 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.fastrl_fast.choose_rollouts.default, (v, a, cu, 2, 2, 0, None))
     torch.library.opcheck(torch.ops.fastrl_fast.choose_rollouts.default, (v, a, cu, 5, 0, 0, torch.ones(5)))
     torch.library.opcheck(torch.ops.fastrl_fast.gradient_sketch.default, (torch.arange(5), a, cu, 8, 1))
+
+
+def test_compiles_without_graph_breaks():
+    ids, logprobs, cu, groups = torch.arange(9), -torch.rand(9), torch.tensor([0, 2, 5, 9]), torch.tensor([0, 1, 3])
+
+    def fidelities(advantages):
+        sketch = gradient_sketch(ids, logprobs, cu, width=16)
+        choice = choose_rollouts(sketch, advantages * 2, groups, rule="match", k=1)
+        return choice.fidelity + group_fidelity(sketch, advantages, choice.weights, groups)
+
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    compiled = torch.compile(fidelities, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(advantages), fidelities(advantages))
 
 
 @pytest.mark.parametrize(
