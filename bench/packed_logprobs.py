@@ -83,7 +83,8 @@ def scoring(
         if (function := referees.trl_chunked(entropy=entropy)) is not None:
             runs[name] = function
     if not setting.quick:
-        runs["one GEMM"] = lambda *_: one_gemm(*operands(hidden, weight))
+        pair = operands(hidden, weight)
+        runs["one GEMM"] = lambda *_: one_gemm(*pair)
     return timing.Case(
         name=f"score T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
         runs={name: torch.no_grad()(lambda f=f: f(hidden, weight, targets)) for name, f in runs.items()},
@@ -162,7 +163,8 @@ def training(
         losses["Liger, fused GRPO"] = liger
     runs = {name: gradient(loss) for name, loss in losses.items()}
     if not setting.quick:
-        runs["three GEMMs"] = lambda: three_gemms(*operands(hidden, weight))
+        pair = operands(hidden.detach(), weight.detach())
+        runs["three GEMMs"] = lambda: three_gemms(*pair)
     return timing.Case(
         name=f"loss and gradient T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
         runs=runs,
