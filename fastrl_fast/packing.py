@@ -147,7 +147,7 @@ def plan_microbatches(
     def planned(largest: float) -> tuple[float, list[list[list[int]]]]:
         parts = [part for group in groups for part in _cut(sequences, group, cost(group), largest)]
         plans = [
-            _microbatches(_grouped(sequences, members), sequences, tokens_per_microbatch)
+            _microbatches(_grouped(sequences, sorted(members)), sequences, tokens_per_microbatch)
             for members in _spread(parts, [cost(part) for part in parts], ranks)
         ]
         loads = [sum(map(cost, plan)) for plan in plans]
