@@ -9,6 +9,7 @@ from torch import Tensor
 from . import distributed, packing, savings, step_report
 from .accuracy import Accuracy
 from .advantage import Posterior, assign_advantages
+from .alarms import ABOVE_ZERO, Alarms
 from .budget import Budget
 from .checkpoint import Checkpointer
 from .collect import Collected, Collector
@@ -69,6 +70,7 @@ class Trainer:
         self.accuracy_before: dict[str, float] = {}
         self.accuracy_after: dict[str, float] = {}
         self.bad_gradients = 0
+        self.alarms = Alarms(config)
 
     def run(self) -> None:
         """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between."""
@@ -172,12 +174,23 @@ class Trainer:
             "optimizer/grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "optimizer/updates": float(len(norms)),
             "optimizer/skipped": float(len(planned) - len(norms)),
+            "optimizer/not_finite": float(sum(update.sequences > 0 for update in planned) - len(norms)),
         }
         return metrics, sums
 
     def _sum_names(self) -> list[str]:
         kl = ["kl"] if self.objective.kl_coef > 0 else []
-        return ["loss", "update_tokens", "entropy", "sampler_gap", "clipped_low", "clipped_high", "ratio", *kl]
+        return [
+            "loss",
+            "update_tokens",
+            "entropy",
+            "sampler_gap",
+            "above_zero",
+            "clipped_low",
+            "clipped_high",
+            "ratio",
+            *kl,
+        ]
 
     def _backward(self, update: Update, sums: dict[str, Tensor]) -> None:
         for number, batch in enumerate(update.batches, start=1):
@@ -197,6 +210,7 @@ class Trainer:
                 "update_tokens": torch.tensor(float(batch.targets.numel())),
                 "entropy": entropy.detach().sum(),
                 "sampler_gap": (logprobs.detach() - batch.rollout_logprobs).abs().sum(),
+                "above_zero": (logprobs.detach() > ABOVE_ZERO).sum(),
             }
             for name, value in stats.items():
                 sums[name] += value
@@ -263,9 +277,11 @@ class Trainer:
                 self.parts.log.rollouts(records)
         passes = savings.Passes.of(self.config, updates=updates)
         local = step_report.rollout_sums(groups, terms) | savings.flop_sums(groups, self.parts.shape, passes)
+        local |= {f"grader/{name}": float(count) for name, count in self.parts.grader.counters.items()}
         return step_report.step_metrics(step_report.add_up(local, sums), terms)
 
     def _log(self, metrics: dict[str, float]) -> None:
         seconds = {f"seconds/{name}": value for name, value in self.clock.take().items()}
         if self.parts.log:
+            metrics |= self.alarms.check(metrics, self.parts.log.alarm)
             self.parts.log.step(self.steps_done, metrics | seconds | savings.seconds_saved(metrics, seconds))

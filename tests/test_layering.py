@@ -26,6 +26,7 @@ RANKS = {
         "metrics",
         "run_folder",
         "step_report",
+        "alarms",
         "savings",
         "cli",
     ],
