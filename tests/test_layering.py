@@ -30,7 +30,7 @@ RANKS = {
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "trainer"],
+    4: ["accuracy", "collect", "report", "trainer"],
     5: ["train", "evaluate", "export", "demo.pretrain"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
