@@ -22,7 +22,6 @@ from fastrl_fast.report import sample
 from fastrl_fast.report.charts import CHARTS, draw, running_mean
 from fastrl_fast.report.comparison import compare
 from fastrl_fast.report.facts import alarms, facts, flops, merged, plain, seconds
-from fastrl_fast.report.page import visible
 from fastrl_fast.report.run import Run, read_runs
 from fastrl_fast.report.terminal import BARS, show, sparkline
 
@@ -430,7 +429,6 @@ def test_small_things() -> None:
     assert merged([["a", "c"], ["a", "b", "c", "d"], ["e", "c"]]) == ["e", "a", "b", "c", "d"]
     assert sparkline([0.0, 1.0, 2.0, 7.0]) == "▁▂▃█"
     assert sparkline([3.0, 3.0]) == "▁▁" and sparkline([0.0, 2.0, 8.0, 8.0], width=2) == "▁█"
-    assert visible("a\tb\n\r\x7f\ud800") == "a\tb\n␍␡\\ud800"
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from ..run_folder import PARTIAL
+from ..tables import build_console, print_line
 from .page import render, write_pictures
 from .run import Run, read_runs
-from .terminal import build_console, show
+from .terminal import show
 
 WATCH_SECONDS = 10
 """Between two looks at runs that go on, and between two loads of the page."""
@@ -31,9 +32,9 @@ def main() -> int:
     out = args.out or args.runs[0] / "report.html"
     runs = report(args.runs, out, refresh=args.watch)
     console = build_console()
-    console.print(f"page: {out}", highlight=False, markup=False)
+    print_line(console, f"page: {out}")
     if args.watch:
-        console.print("written anew after each step until every run is finished; Ctrl-C ends that")
+        print_line(console, "written anew after each step until every run is finished; Ctrl-C ends that")
         runs = watch(runs, out)
     if args.png:
         write_pictures(runs, args.png)

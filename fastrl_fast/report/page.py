@@ -2,7 +2,6 @@
 
 import base64
 import io
-import re
 from collections.abc import Iterable
 from datetime import datetime
 from importlib import resources
@@ -12,6 +11,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from ..tables import visible
 from .charts import CHARTS, SMOOTHED_FROM, draw
 from .comparison import compare
 from .facts import ENDS, alarms, merged, plain, side_by_side
@@ -22,8 +22,6 @@ TEXT_LIMIT = 4000
 """Characters of a prompt or completion that are shown."""
 ROLLOUT_LIMIT = 16
 """Rollouts of a sampled group that are shown."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-"""Characters that HTML does not allow or that change nothing one could see."""
 
 
 def render(runs: list[Run], *, refresh: int | None = None) -> str:
@@ -59,12 +57,6 @@ def write_pictures(runs: list[Run], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for chart, figure in _figures(runs):
         figure.savefig(folder / f"{chart.name}.png", dpi=120)
-
-
-def visible(text: str) -> str:
-    """Control characters as the pictures that Unicode has for them, and half characters as their codes."""
-    text = _CONTROL.sub(lambda found: chr(0x2400 + ord(found[0])) if found[0] != "\x7f" else "␡", text)
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def brief(text: str, most: int) -> str:

@@ -2,43 +2,33 @@
 
 from itertools import pairwise
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from ..tables import print_line, print_table
 from .comparison import Comparison, compare
 from .facts import alarms, side_by_side
-from .page import visible
 from .run import Run
 
 BARS = "▁▂▃▄▅▆▇█"
 TREND_WIDTH = 32
 TRENDS = ("reward/mean", "rollouts/kept_fraction", "policy/entropy", "completion/length", "seconds/step")
-PIPE_WIDTH = 10_000
-"""A pipe has no edge at which to wrap: each row of a table stays one line."""
-
-
-def build_console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def show(runs: list[Run], console: Console) -> None:
     """Print what the page says in numbers; names come from folders, so nothing in them is taken for markup."""
     for run in runs:
-        console.print(Text(visible(f"{run.name}: {run.state}"), style="bold"))
+        print_line(console, f"{run.name}: {run.state}", "bold")
         for note in run.notes:
-            console.print(Text(visible(f"  {note}"), style="yellow"))
+            print_line(console, f"  {note}", "yellow")
         for name, first, count in alarms(run):
-            console.print(Text(visible(f"  alarm {name}: first in step {first}, in {count} steps"), style="bold red"))
+            print_line(console, f"  alarm {name}: first in step {first}, in {count} steps", "bold red")
     rows = [[label, *(fact.text if fact else "" for fact in cells)] for label, cells in side_by_side(runs)]
-    _table(console, ["", *(run.name for run in runs)], rows)
+    print_table(console, ["", *(run.name for run in runs)], rows)
     if comparison := compare(runs):
         _compare(console, comparison)
     if console.is_terminal:
         values = {(name, run.name): run.points(name)[1] for name in TRENDS for run in runs}
-        _table(console, ["trend", "", ""], [[*names, sparkline(v)] for names, v in values.items() if len(v) > 1])
+        print_table(console, ["trend", "", ""], [[*names, sparkline(v)] for names, v in values.items() if len(v) > 1])
 
 
 def sparkline(values: list[float], width: int = TREND_WIDTH) -> str:
@@ -51,16 +41,9 @@ def sparkline(values: list[float], width: int = TREND_WIDTH) -> str:
 
 
 def _compare(console: Console, comparison: Comparison) -> None:
-    console.print(f"over the first {comparison.steps} steps; in brackets costs first / this, accuracy this / first")
+    print_line(
+        console, f"over the first {comparison.steps} steps; in brackets costs first / this, accuracy this / first"
+    )
     cells = [[text if r is None else f"{text} ({r:.2f}×)" for text, r in row.cells] for row in comparison.rows]
     columns = [[head, *(line[place] for line in cells)] for place, head in enumerate(comparison.head)]
-    _table(console, ["", *(row.name for row in comparison.rows)], columns)
-
-
-def _table(console: Console, head: list[str], rows: list[list[str]]) -> None:
-    table = Table(box=box.ROUNDED if console.is_terminal else None, header_style="bold cyan", pad_edge=False)
-    for place, name in enumerate(head):
-        table.add_column(Text(visible(name)), justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    console.print(table)
+    print_table(console, ["", *(row.name for row in comparison.rows)], columns)
