@@ -8,7 +8,7 @@ import importlib.util
 import time
 from pathlib import Path
 
-from ..run_folder import PARTIAL
+from ..run_folder import PARTIAL, REPORT_FILE
 from ..tables import build_console, print_line
 from .page import render, write_pictures
 from .run import Run, read_runs
@@ -29,7 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("report: matplotlib is not installed; pip install 'fastrl_fast[report]'")
-    out = args.out or args.runs[0] / "report.html"
+    out = args.out or args.runs[0] / REPORT_FILE
     runs = report(args.runs, out, refresh=args.watch)
     console = build_console()
     print_line(console, f"page: {out}")
