@@ -16,6 +16,7 @@ PLAIN = Config(
     data=DataConfig(path="demo:train?size=64", prompts_per_step=4),
     rollout=RolloutConfig(max_completion_tokens=24),
 )
+HALF = dataclasses.replace(PLAIN, model=ModelConfig(path="builtin:demo", dtype="bfloat16"))
 STAGED = dataclasses.replace(PLAIN, budget=BudgetConfig(kind="aero", group_size=4, max_group_size=20))
 FILTERED = dataclasses.replace(PLAIN, budget=BudgetConfig(filter=True, tries=3))
 GOOD = {
@@ -30,7 +31,7 @@ GOOD = {
     "collect/tries": 1.0,
     "grader/timeouts": 0.0,
     "grader/worker_deaths": 0.0,
-    "policy/sampler_gap": 0.01,
+    "policy/sampler_gap": 1e-6,
     "policy/logprobs_above_zero": 0.0,
     "optimizer/updates": 1.0,
     "optimizer/not_finite": 0.0,
@@ -42,8 +43,9 @@ CASES = [
     ("same_reward", PLAIN, {"reward/std": 9e-7}, {"reward/std": 1e-6}, "reward 0.5 in 3 steps"),
     ("same_reward", PLAIN, {"reward/std": 0.0}, {"reward/std": 0.0, "rollouts/graded": 1.0}, "rollouts.jsonl"),
     ("dead_groups", PLAIN, {"groups/dead": 9.0}, {"groups/dead": 8.0}, "90% of the groups"),
-    ("sampler_gap", PLAIN, {"policy/sampler_gap": 0.051}, {"policy/sampler_gap": 0.05}, "0.051"),
-    ("sampler_gap", PLAIN, {"policy/sampler_gap": 1.0}, {"policy/sampler_gap": 1.0, "optimizer/updates": 2.0}, "1.000"),
+    ("sampler_gap", PLAIN, {"policy/sampler_gap": 0.0011}, {"policy/sampler_gap": 0.001}, "0.0011"),
+    ("sampler_gap", HALF, {"policy/sampler_gap": 0.031}, {"policy/sampler_gap": 0.03}, "0.0310"),
+    ("sampler_gap", PLAIN, {"policy/sampler_gap": 1.0}, {"policy/sampler_gap": 1.0, "optimizer/updates": 2.0}, "1.0"),
     ("grader_timeouts", PLAIN, {"grader/timeouts": 2.0}, {}, "2 answers took longer than reward.timeout (10 s)"),
     ("grader_timeouts", PLAIN, {"grader/worker_deaths": 1.0}, {}, "1 ended their worker"),
     ("logprob_above_zero", PLAIN, {"policy/logprobs_above_zero": 1e-9}, {}, "1.0e-09"),
