@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .config import Config
+from .loss import ABOVE_ZERO
 from .method_config import STAGED
 
 Metrics = dict[str, float]
@@ -23,9 +24,6 @@ SAME_REWARD_STEPS = 3
 SAMPLER_GAP = {"float32": 1e-3, "bfloat16": 0.03}
 """By model.dtype, mean |logprob - rollout_logprob| in nats before any update moved the policy. Measured on the demo's
 model: 2e-7 and 0.003 where all is well; in float32 0.05 with a temperature of 0.7 on one side, 0.004 with top_k 20."""
-ABOVE_ZERO = 1e-3
-"""Rounding lifts a logprob of nearly 0 by some float32 units of the largest logit, 30 x 1.2e-7; more is no
-probability."""
 CEILING_SHARE = 0.9
 """Mean group size, as a share of the largest one allowed, at which the ceiling and not the rule sets the sizes."""
 CEILING_STEPS = 3

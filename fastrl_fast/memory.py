@@ -1,90 +1,141 @@
-"""How much memory a rank will need, part by part and each with its formula: for planning, before anything is loaded."""
+"""Memory of one rank before anything is loaded: what a config and a model's sizes say about the peak."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from .config import Config
-from .ops.logit_slabs import LIMITS
 
-When = Literal["always", "sampling", "update"]
+BYTES = {"float32": 4, "bfloat16": 2}
+STATE_BYTES = 4
+"""Parameters, gradients and both of AdamW's moments are kept in float32."""
+PREFETCHED_LAYERS = 2
+"""Layers that FSDP2 holds whole at once: the one that computes and the one that is fetched behind it."""
+LOGIT_CHUNK = {"cpu": 60e6, "cuda": 1e9}
+"""Logits that the loss keeps at a time (ops/fused_policy_loss.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What of a model decides on memory.
+class ModelSize:
+    """Widths of a dense decoder with gated feed-forward layers; `queries` and `keys` are heads x head size."""
 
-    `parameters` counts tied weights once; `layer` is the largest layer's; `query` and `key_value` are heads x head
-    size; `query_norm`: queries and keys are normalised, as in Qwen3.
-    """
-
-    parameters: int
-    layer: int
     layers: int
     hidden: int
     intermediate: int
-    query: int
-    key_value: int
-    query_norm: bool
+    queries: int
+    keys: int
+    vocabulary: int
+    tied: bool
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes on every rank, at what time, and where the number comes from."""
-
-    what: str
-    size: float
-    formula: str
-    when: When = "always"
-
-
-def parts(config: Config, sizes: Sizes, *, ranks: int, longest: int, tokens: int, device: str) -> list[Part]:
-    """The parts at their largest. `longest` is the tokens of the longest sequence there may be, `tokens` those of all
-    sequences of an update over all ranks; `device`: "cpu" or "cuda".
-
-    Letters of the formulas: P parameters, R ranks, b bytes of model.dtype, L layers, H hidden size, I intermediate
-    size, Q and K heads x head size of queries and of keys, T tokens of a micro-batch. Left out: what the allocator
-    wastes, temporaries of single operators, and CUDA's own (about 0.5 GiB).
-    """
-    b = 2 if config.model.dtype == "bfloat16" else 4
-    p, per_rank = sizes.parameters, -(-tokens // ranks)
-    t = max(longest, min(config.updates.tokens_per_microbatch, per_rank))
-    sharded = ranks > 1 or b == 2
-    found = [
-        Part("weights, gradients, AdamW's moments", 16 * p / ranks, "16 P / R"),
-        Part("the sampler's weights", b * p, "b P"),
-    ]
-    if config.loss.kl_coef > 0:
-        found.append(Part("the reference's weights", 4 * p / ranks, "4 P / R"))
-    cache = 2 * sizes.layers * sizes.key_value * b * config.rollout.tokens_per_batch
-    found.append(Part("keys and values", cache, "2 L K b rollout.tokens_per_batch", "sampling"))
-    if sharded:
-        root = p - sizes.layers * sizes.layer
-        found.append(
-            Part("gathered weights", b * (root + 2 * sizes.layer), "b (P outside layers + 2 layers)", "update")
+    @classmethod
+    def of(cls, config: Any) -> "ModelSize":
+        """Read a transformers configuration, of its language part where it has several."""
+        text = config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            queries=head * text.num_attention_heads,
+            keys=head * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+            vocabulary=text.vocab_size,
+            tied=text.tie_word_embeddings,
         )
-        if per_rank > t:
-            found.append(Part("gradients until the last micro-batch", 4 * p, "4 P", "update"))
-    found.append(_activations(config, sizes, t, b))
-    slab = LIMITS["cuda" if device == "cuda" else "cpu"].elements * 4
-    head = (2 * b + 4) * sizes.hidden * t + slab
-    found.append(Part("last layer", head, "(2 b + 4) H T + one slab of logits", "update"))
-    return found
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrices and the two norms of one layer; biases are left out."""
+        attention = self.hidden * (2 * self.queries + 2 * self.keys)
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, and of the head where it has its own."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.table * (1 if self.tied else 2) + self.hidden
+
+    def layer_activation_bytes(self, width: int) -> int:
+        """Bytes per token that one layer saves for its backward pass, computed in numbers of `width` bytes.
+
+        Each of two norms: its input in float32, the scaled input, its output. Attention: queries, keys, values, its
+        output as computed and as gathered for the projection. Feed-forward: gate, its silu, the other half, their
+        product.
+        """
+        norms = 2 * self.hidden * (4 + 2 * width)
+        return norms + width * (3 * self.queries + 2 * self.keys + 4 * self.intermediate)
 
 
-def _activations(config: Config, sizes: Sizes, t: int, b: int) -> Part:
-    """What the backward pass keeps of the layers: per token, two norms with their float32 copies, the inputs of the
-    matrices, the MLP's products, and what attention gives and takes."""
-    whole = (4 * b + 8) * sizes.hidden + 4 * b * sizes.intermediate + 3 * b * sizes.query + 2 * b * sizes.key_value
-    text = "((4 b + 8) H + 4 b I + 3 b Q + 2 b K) T"
-    if sizes.query_norm:
-        whole += (b + 4) * (sizes.query + sizes.key_value)
-        text = "((4 b + 8) H + 4 b I + (4 b + 4) Q + (3 b + 4) K) T"
-    if config.model.activation_checkpointing:
-        return Part("activations", (sizes.layers * b * sizes.hidden + whole) * t, f"L b H T + {text}", "update")
-    return Part("activations", sizes.layers * whole * t, f"L {text}", "update")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one rank by what holds them: throughout, in the update, while sampling."""
+
+    parameters: float
+    optimizer: float
+    reference: float
+    sampler: float
+    gradients: float
+    gathered: float
+    activations: float
+    head: float
+    cache: float
+
+    @property
+    def throughout(self) -> float:
+        return self.parameters + self.optimizer + self.reference + self.sampler
+
+    @property
+    def update(self) -> float:
+        return self.gradients + self.gathered + self.activations + self.head
+
+    @property
+    def total(self) -> float:
+        """The peak: gradients and activations are gone while the cache is there."""
+        return self.throughout + max(self.update, self.cache)
 
 
-def peak(found: list[Part]) -> float:
-    """Bytes at the worst moment: sampling and updates take turns."""
-    total = {when: sum(part.size for part in found if part.when == when) for when in ("always", "sampling", "update")}
-    return total["always"] + max(total["sampling"], total["update"])
+def estimate_memory(
+    size: ModelSize, config: Config, *, ranks: int, several_microbatches: bool = True, device: str = "cuda"
+) -> Memory:
+    """The peak of one of `ranks` ranks, in bytes; without the CUDA context, the allocator's slack and images.
+
+    With P parameters over R ranks, compute width b: float32 states 4 P / R each for parameters and gradients, 8 P / R
+    for AdamW, 4 P / R for a reference; the local sampler's whole copy b P and its cache; FSDP2's whole tables (its root
+    keeps them from forward to backward) and two layers. With several micro-batches in an update gradients are reduced
+    with the last one alone, and until then every rank holds all of them whole: 4 P. Micro-batches are taken as full;
+    each of their tokens as a target.
+    """
+    width, tokens = BYTES[config.model.dtype], config.updates.tokens_per_microbatch
+    state = STATE_BYTES * size.parameters / ranks
+    tables = size.table * (1 if size.tied else 2)
+    sharded = ranks > 1 or width != STATE_BYTES
+    whole = tables + PREFETCHED_LAYERS * size.layer_parameters
+    gradients = state
+    if sharded:
+        gradients += STATE_BYTES * (size.parameters if several_microbatches else whole)
+    return Memory(
+        parameters=state,
+        optimizer=2 * state,
+        reference=state if config.loss.kl_coef > 0 else 0.0,
+        sampler=width * size.parameters,
+        gradients=gradients,
+        gathered=width * whole if sharded else 0,
+        activations=tokens * _activation_bytes(size, width, checkpointing=config.model.activation_checkpointing),
+        head=_head_bytes(size, width, tokens) + LOGIT_CHUNK[device],
+        cache=config.rollout.tokens_per_batch * size.layers * 2 * size.keys * width,
+    )
+
+
+def _activation_bytes(size: ModelSize, width: int, *, checkpointing: bool) -> int:
+    """Bytes per token from the embedding to the last norm."""
+    layer = size.layer_activation_bytes(width)
+    layers = size.layers * size.hidden * width + layer if checkpointing else size.layers * layer
+    return layers + size.hidden * (4 + 2 * width)
+
+
+def _head_bytes(size: ModelSize, width: int, tokens: int) -> int:
+    """Rows and their gradient in float32, the gradient of the head's weight (summed in float32), and that of the
+    embedding."""
+    weight = size.table * (width if width == STATE_BYTES else width + STATE_BYTES)
+    return 2 * STATE_BYTES * tokens * size.hidden + weight + size.table * width

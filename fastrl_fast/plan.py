@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from .accuracy import held_out_prompts
 from .builtin import resolve_model
 from .config import BudgetConfig, Config
 from .data import PromptData
-from .memory import Part, Sizes, parts, peak
+from .memory import Memory, ModelSize, estimate_memory
 from .method_config import ARS, STAGED
-from .model import Policy, load_tokenizer
+from .model import load_tokenizer
 from .rewards.registry import build, find
 from .tables import build_console, print_line, print_table
 from .types import Prompt
@@ -22,6 +22,25 @@ from .types import Prompt
 RANKS = (1, 2, 4, 8)
 """Numbers of ranks that the memory is estimated for, besides those of the command itself."""
 PROMPTS_SHOWN = 2
+FORMULAS = {
+    "parameters": ("weights", "4 P / R"),
+    "optimizer": ("AdamW's moments", "8 P / R"),
+    "reference": ("the reference's weights", "4 P / R"),
+    "sampler": ("the sampler's weights", "b P"),
+    "gradients": (
+        "gradients",
+        "4 P / R, and 4 P until the last of several micro-batches (of one: 4 of what is gathered)",
+    ),
+    "gathered": ("gathered weights", "b (embedding, head and two layers)"),
+    "activations": (
+        "activations",
+        "L ((4 b + 8) H + 4 b I + 3 b Q + 2 b K) T; less with checkpointing",
+    ),
+    "head": ("the loss", "8 H T, the gradients of head and embedding, one chunk of logits"),
+    "cache": ("keys and values", "2 L K b rollout.tokens_per_batch"),
+    "total": ("at most", "all but the smaller of the update's part and keys and values"),
+}
+"""Fields of memory.Memory in words, and as memory.estimate_memory computes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +48,7 @@ class Plan:
     """A run that was not started: what it reads, and what follows from that."""
 
     config: Config
-    sizes: Sizes
+    size: ModelSize
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
     """All prompts of the data."""
@@ -48,8 +67,8 @@ class Plan:
         for prompt in [*data.first(1), *held_out[:1]]:
             _check_rewards(config, prompt)
         prompts, first = data.first(len(data)), data.next_prompts(config.data.prompts_per_step)
-        sizes = _sizes(path, config)
-        return cls(config, sizes, tokenizer, prompts, first, data.dropped_overlong, len(held_out))
+        size = _model_size(path, config)
+        return cls(config, size, tokenizer, prompts, first, data.dropped_overlong, len(held_out))
 
     @property
     def steps(self) -> int:
@@ -60,20 +79,16 @@ class Plan:
         """Rollouts of one step, in their first round."""
         return self.config.data.prompts_per_step * self.config.budget.group_size
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that there may be."""
-        return max(len(prompt.token_ids) for prompt in self.prompts) + self.config.rollout.max_completion_tokens
-
-    def memory(self, ranks: int) -> list[Part]:
+    def memory(self, ranks: int) -> Memory:
         """Of one rank, had no rollout been dropped and every completion its full length."""
+        updates = self.config.updates
         prompt = sum(len(prompt.token_ids) for prompt in self.prompts) / len(self.prompts)
-        tokens = self.rollouts * (prompt + self.config.rollout.max_completion_tokens)
-        if (some := self.config.updates.rollouts_per_update) is not None:
-            tokens *= min(some / self.rollouts, 1.0)
+        tokens = self.rollouts * (prompt + self.config.rollout.max_completion_tokens) / ranks / updates.minibatches
+        if updates.rollouts_per_update is not None:
+            tokens *= min(updates.rollouts_per_update / self.rollouts, 1.0)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        tokens = int(tokens / self.config.updates.minibatches)
-        return parts(self.config, self.sizes, ranks=ranks, longest=self.longest, tokens=tokens, device=device)
+        several = tokens > updates.tokens_per_microbatch
+        return estimate_memory(self.size, self.config, ranks=ranks, several_microbatches=several, device=device)
 
 
 def total_steps(config: Config, *, prompts: int) -> int:
@@ -97,13 +112,13 @@ def show(config: Config, recipe: str) -> int:
 
 
 def _lines(plan: Plan, recipe: str) -> list[list[str]]:
-    config, sizes = plan.config, plan.sizes
+    config, size = plan.config, plan.size
     lengths = [len(prompt.token_ids) for prompt in plan.prompts]
     passes = plan.steps * config.data.prompts_per_step / len(plan.prompts)
     samples = plan.rollouts * config.rollout.max_completion_tokens
     lines = [
         ["recipe", recipe],
-        ["model", f"{config.model.path}: {sizes.parameters / 1e6:.2f}M parameters, {sizes.layers} layers"],
+        ["model", f"{config.model.path}: {size.parameters / 1e6:.2f}M parameters, {size.layers} layers"],
         ["data", f"{config.data.path}: {len(plan.prompts)} prompts ({plan.dropped} too long)"],
         ["prompt tokens", f"{min(lengths)} to {max(lengths)}, {sum(lengths) / len(lengths):.1f} on average"],
         ["steps", f"{plan.steps} of {config.data.prompts_per_step} prompts, {passes:.2f} passes over the data"],
@@ -113,7 +128,7 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
         ["method", f"prune {config.prune.method}, loss {config.loss.kind}, advantage {config.advantage.preset}"],
         ["updates per step", _updates(config)],
         ["rewards", ", ".join(f"{term.weight:g} {term.name}" for term in config.reward.terms)],
-        ["checkpoints", f"{12 * sizes.parameters / 2**30:.3g} GiB each (12 P), {config.checkpoint.keep} are kept"],
+        ["checkpoints", f"{12 * size.parameters / 2**30:.3g} GiB each (12 P), {config.checkpoint.keep} are kept"],
         ["run folder", config.run_dir or f"runs/{recipe}-HASH"],
     ]
     if plan.held_out:
@@ -139,25 +154,21 @@ def _updates(config: Config) -> str:
 
 
 def _show_memory(plan: Plan, console: Console) -> None:
-    """A row per part, a column per number of ranks; parts that a number of ranks does not need are empty."""
-    here = int(os.environ.get("WORLD_SIZE", "1"))
-    columns = {ranks: plan.memory(ranks) for ranks in sorted({*RANKS, here})}
-    known = {part.what: part for found in columns.values() for part in found}
+    """A row per part that this run needs, a column per number of ranks."""
+    columns = {ranks: plan.memory(ranks) for ranks in sorted({*RANKS, int(os.environ.get("WORLD_SIZE", "1"))})}
     rows = []
-    for what, part in known.items():
-        needed = [next((p.size for p in found if p.what == what), None) for found in columns.values()]
-        cells = ["" if size is None else f"{size / 2**30:.3g}" for size in needed]
-        rows.append([what, part.formula, part.when, *cells])
-    rows.append(["together, at most", "always + max(sampling, update)", ""])
-    rows[-1] += [f"{peak(found) / 2**30:.3g}" for found in columns.values()]
-    head = ["GiB on each rank, estimated", "formula", "when", *(f"R = {ranks}" for ranks in columns)]
-    print_table(console, head, rows, left=3)
-    sizes = plan.sizes
+    for field, (what, formula) in FORMULAS.items():
+        sizes = [getattr(memory, field) for memory in columns.values()]
+        if any(sizes):
+            rows.append([what, formula, *(f"{size / 2**30:.3g}" for size in sizes)])
+    head = ["GiB on each rank, estimated", "formula", *(f"R = {ranks}" for ranks in columns)]
+    print_table(console, head, rows, left=2)
+    size, width = plan.size, 2 if plan.config.model.dtype == "bfloat16" else 4
     print_line(
         console,
-        f"P = {sizes.parameters:,}, b = {2 if plan.config.model.dtype == 'bfloat16' else 4}, L = {sizes.layers}, "
-        f"H = {sizes.hidden}, I = {sizes.intermediate}, Q = {sizes.query}, K = {sizes.key_value}, T = the tokens of a "
-        "micro-batch; left out: waste of the allocator, temporaries of single operators, CUDA's own 0.5 GiB",
+        f"P = {size.parameters:,}, b = {width}, L = {size.layers}, H = {size.hidden}, I = {size.intermediate}, "
+        f"Q = {size.queries}, K = {size.keys}, T = updates.tokens_per_microbatch; without the allocator's slack and "
+        "what CUDA itself takes",
     )
 
 
@@ -172,25 +183,9 @@ def _check_rewards(config: Config, prompt: Prompt) -> None:
             raise ValueError(f"reward.functions: {error}") from error
 
 
-def _sizes(path: str, config: Config) -> Sizes:
-    """From the model's configuration alone, on torch's meta device: no weight is read."""
-    trust = config.model.trust_remote_code
+def _model_size(path: str, config: Config) -> ModelSize:
+    """From the model's configuration alone: no weight is read."""
     try:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust, attn_implementation="sdpa")
+        return ModelSize.of(AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code))
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path: cannot read {path}: {' '.join(str(error).split())}") from error
-    policy = Policy(lm, temperature=1.0)
-    heads = settings.num_attention_heads
-    width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-    return Sizes(
-        parameters=sum(parameter.numel() for parameter in lm.parameters()),
-        layer=max(sum(p.numel() for p in unit.parameters()) for unit in policy.shard_units if unit is not policy.head),
-        layers=settings.num_hidden_layers,
-        hidden=settings.hidden_size,
-        intermediate=settings.intermediate_size,
-        query=heads * width,
-        key_value=getattr(settings, "num_key_value_heads", heads) * width,
-        query_norm=any(name.endswith("q_norm") for name, _ in lm.named_modules()),
-    )

@@ -15,7 +15,7 @@ KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 RANKS = {
     0: ["config", "types", "rules", "foreign_names", "method_config", "draws", "drop_reasons"],
     1: ["ops"],
-    2: ["advantage", "prune", "budget", "packing", "loss", "optimizer", "memory", "rewards", "demo"],
+    2: ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer", "rewards", "demo"],
     3: [
         "data",
         "builtin",
@@ -31,7 +31,7 @@ RANKS = {
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "report", "plan", "trainer"],
+    4: ["accuracy", "collect", "grading", "plan", "report", "sharing_check", "trainer"],
     5: ["train", "evaluate", "export", "console", "demo.pretrain"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
@@ -42,7 +42,8 @@ SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics"], 4: RANKS[4
 ONLY_IN = {
     "vllm": ["rollout.vllm"],
     "trl": ["integrations.trl"],
-    "flash_attn": ["ops.packed_attention"],
+    "flash_attn": ["ops.packed_attention", "ops.varlen_attention"],
+    "flash_attn_interface": ["ops.varlen_attention"],
     "_fastrl_fast": ["ops._lib"],
 }
 """Libraries that one module alone may import."""
@@ -54,7 +55,7 @@ NEVER = {
 }
 """Libraries that a rank may not import, not even inside a function."""
 
-PURE = ["advantage", "prune", "budget", "packing", "loss", "optimizer", "memory"]
+PURE = ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer"]
 UNCLEAN = [
     "os",
     "io",
