@@ -87,7 +87,7 @@ def test_bash_completes_commands_settings_values_and_folders(monkeypatch, capsys
     assert offered("") == [*console.COMMANDS, "completion"]
     assert offered("tra") == ["train"]
     assert sorted(offered("train", "--prune.w")) == ["--prune.weighting", "--prune.wrong_per_right"]
-    assert offered("train", "--prune.weighting", "") == ["none", "multiplicity"]
+    assert offered("train", "--model.dtype", "") == ["float32", "bfloat16"]
     assert offered("train", "--overwrite", "") == ["true", "false"]
     assert "gsm8k_smollm2" in offered("train", "--config", "")
     assert offered("train", "--dry") == ["--dry_run"] and offered("evaluate", "--dry") == []

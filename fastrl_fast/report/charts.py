@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..metrics import PHASES
-from .facts import SAVED, SPENT, accuracy_names
+from .facts import SAVED, SHARED, SPENT, accuracy_names
 from .run import Run
 
 SMOOTHED_FROM = 50
@@ -125,6 +125,12 @@ CHARTS = (
         "Mean |logprob - rollout_logprob|; after a step's first update not 0 by right.",
         _one("policy/sampler_gap"),
     ),
+    Chart(
+        "importance",
+        "Importance weights",
+        "Mean weight between sampler and trainer, and share of trained tokens whose weight was cut or masked.",
+        _these(Series("mean", "policy/importance"), Series("cut", "policy/importance_cut")),
+    ),
     Chart("length", "Completion length", "Mean tokens of a completion.", _one("completion/length")),
     Chart(
         "truncated",
@@ -150,8 +156,12 @@ CHARTS = (
     Chart(
         "flops",
         "FLOPs spent and saved",
-        "Per step, computed from lengths and shapes; saved is what the dropped rollouts would have cost.",
-        lambda run: [*_layers(*SPENT), *_layers(*SAVED, prefix="saved: ")],
+        "Per step, computed from lengths and shapes; saved is what dropped rollouts and prompts not shared would cost.",
+        lambda run: [
+            *_layers(*SPENT),
+            *_layers(*SHARED, prefix="saved by sharing: "),
+            *_layers(*SAVED, prefix="saved by pruning: "),
+        ],
         kind="layers",
         unit="FLOP",
     ),

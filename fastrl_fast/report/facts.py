@@ -9,6 +9,7 @@ from .run import Run
 
 SPENT = ("flops/generation", "flops/old", "flops/reference", "flops/update")
 SAVED = ("flops_saved/old", "flops_saved/reference", "flops_saved/update")
+SHARED = ("flops_shared/old", "flops_shared/reference", "flops_shared/update")
 ENDS = 10
 """Steps whose mean stands for the start and the end of a run, or half of them where there are fewer."""
 
@@ -71,10 +72,12 @@ def facts(run: Run) -> list[Fact]:
         ("tokens sampled", total(run, "tokens/generated"), plain),
         ("tokens trained", total(run, "tokens/trained"), plain),
         ("FLOPs spent", total(run, *SPENT), flops),
-        ("FLOPs saved", total(run, *SAVED), flops),
+        ("FLOPs saved by pruning", total(run, *SAVED), flops),
+        ("FLOPs saved by the budget", total(run, "flops_saved/generation"), flops),
+        ("FLOPs saved by shared prompts", total(run, *SHARED), flops),
         ("time of all steps", total(run, "seconds/step"), seconds),
         *((f"time: {name}", total(run, f"seconds/{name}"), seconds) for name in metrics.PHASES),
-        ("time saved, estimated", total(run, "seconds_saved/score", "seconds_saved/update"), seconds),
+        ("time saved, estimated", total(run, *run.names("seconds_saved/")), seconds),
         ("updates skipped", total(run, "optimizer/skipped"), plain),
     ]
     return [Fact(label, value, "" if value is None else form(value)) for label, value, form in table]
