@@ -157,6 +157,9 @@ class PruneConfig:
     divisor: Literal["kept", "all"] = "kept"
     """The loss is divided by the tokens (or sequences) of the kept rollouts, or of all graded ones as without
     pruning."""
+    zero_advantage: Literal["drop", "keep"] = "drop"
+    """Without a KL term rollouts of advantage 0 have no gradient; `keep` runs them through the update all the same, as
+    trainers do that look at no advantage first."""
 
     def __post_init__(self) -> None:
         require(1 <= self.ngram <= 4, "prune.ngram", "from 1 to 4", self.ngram)

@@ -7,8 +7,10 @@ import torch
 from numerics import assert_at_most_twice
 
 from fastrl_fast.ops import (
+    CHOICES,
     PRESETS,
     RULES,
+    choose_rollouts,
     fused_policy_loss,
     gradient_sketch,
     group_advantage,
@@ -104,6 +106,18 @@ def test_gradient_sketch_has_the_bits_of_the_cpu():
     tokens = torch.randint(0, 150_000, (int(cu_seqlens[-1]),), generator=make)
     case = (tokens, torch.rand(tokens.shape, generator=make).log(), cu_seqlens)
     assert torch.equal(gradient_sketch(*case), gradient_sketch(*on_gpu(*case)).cpu())
+
+
+@pytest.mark.parametrize("rule", CHOICES)
+def test_choose_rollouts_has_the_bits_of_the_cpu(rule):
+    make = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1024, 200, generator=make) + torch.randn(200, generator=make)
+    advantages = torch.randn(1024, generator=make)
+    vectors[17, 3], advantages[40] = math.nan, math.inf
+    case = (vectors, advantages, torch.tensor([0, 64, 64, 72, 300, 301, 1024]))
+    for k in (4, 40):
+        here, there = choose_rollouts(*case, rule=rule, k=k), choose_rollouts(*on_gpu(*case), rule=rule, k=k)
+        assert all(torch.equal(x, y.cpu()) for x, y in zip(here, there, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -174,6 +174,12 @@ def test_with_every_feature_off_the_update_is_plain_grpo_bit_for_bit(make, grade
     assert all(torch.equal(weights(ours)[name], weight) for name, weight in weights(plain).items())
 
 
+def test_rollouts_of_zero_advantage_cost_time_and_change_nothing(make, process_group) -> None:
+    free, paid = step(make(parse("grpo"))), step(make(parse("grpo_every_rollout")))
+    assert free["rollouts/kept"] < paid["rollouts/kept"] == paid["rollouts/generated"] == free["rollouts/generated"]
+    assert free["optimizer/grad_norm"] == pytest.approx(paid["optimizer/grad_norm"], rel=1e-5)
+
+
 def test_rollouts_per_update_sets_the_number_of_updates(make, process_group) -> None:
     """The authors' code: kept rollouts, rounded up to a multiple, over as many per update."""
     made = make(parse("fastrl_code", extra=("--prune.align=4", "--updates.rollouts_per_update=4")))

@@ -63,8 +63,8 @@ def prune(
 
     Advantages stay those of the full group, unless `advantage` says they are those of the kept rollouts: then they are
     taken anew after the method's first rule. At the end weights are multiplied by their group's, and without a KL term
-    (`kl` false) kept rollouts of zero advantage are marked FREE, which changes no gradient. Lots are drawn by (seed,
-    step, prompt, index) alone.
+    (`kl` false) kept rollouts of zero advantage are marked FREE, which changes no gradient, unless the config keeps
+    them. Lots are drawn by (seed, step, prompt, index) alone.
     """
     advantage = advantage or AdvantageConfig()
     dice = Dice(seed, step)
@@ -74,10 +74,11 @@ def prune(
             reassign_advantages(groups, preset=advantage.preset)
     if config.weighting == "match":
         match_weights(groups, config)
+    free = not kl and config.zero_advantage == "drop"
     for group in groups:
         for rollout in group.rollouts:
             rollout.weight *= group.weight
-            if rollout.kept and rollout.advantage == 0 and not kl:
+            if rollout.kept and rollout.advantage == 0 and free:
                 rollout.drop_reason = FREE
 
 
