@@ -80,12 +80,19 @@ def build_grader(config: RewardConfig) -> Grader:
 
 def build_accuracy(config: Config, tokenizer: PreTrainedTokenizerBase, grader: Grader) -> Accuracy | None:
     """The held-out measurement, or None where no held-out data is configured."""
-    if config.eval.path is None:
+    prompts = held_out_prompts(config, tokenizer)
+    if not prompts:
         return None
-    settings = replace(config.data, path=config.eval.path, split=config.eval.split, prompts_per_step=1, shuffle=False)
-    prompts = PromptData(settings, tokenizer, seed=config.seed, section="eval").first(config.eval.prompts)
     reward = config.eval.reward or next(iter(config.reward.functions))
     return Accuracy(prompts, grader, reward=reward, config=config.eval, seed=config.seed)
+
+
+def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts to measure on; none where no held-out data is configured."""
+    if config.eval.path is None:
+        return []
+    settings = replace(config.data, path=config.eval.path, split=config.eval.split, prompts_per_step=1, shuffle=False)
+    return PromptData(settings, tokenizer, seed=config.seed, section="eval").first(config.eval.prompts)
 
 
 def _mean(values: list[float]) -> float:

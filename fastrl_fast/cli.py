@@ -19,6 +19,8 @@ from .config import Config
 from .foreign_names import translate
 
 DEFAULT_RECIPE = "demo"
+DRY_RUN = "--dry_run"
+"""Of train alone: no setting of a run, as it makes none."""
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -105,9 +107,9 @@ def _check_file(path: Path) -> None:
         _check_key(key, str(path))
 
 
-def _parser(prog: str) -> jsonargparse.ArgumentParser:
-    names = ", ".join(recipe_names())
-    parser = jsonargparse.ArgumentParser(prog=prog, description=f"Recipes: {names}.", exit_on_error=False)
+def _parser(prog: str, about: str) -> jsonargparse.ArgumentParser:
+    text = f"{about}Recipes: {', '.join(recipe_names())}."
+    parser = jsonargparse.ArgumentParser(prog=prog, description=text, exit_on_error=False)
     parser.add_argument("--config", action="config", help="A recipe or a YAML file; may be given several times.")
     parser.add_class_arguments(Config, None)
     return parser
@@ -140,13 +142,13 @@ def _checked_argv(argv: list[str]) -> tuple[list[str], list[str]]:
     return files + out, recipes
 
 
-def parse(argv: list[str], *, prog: str) -> tuple[Config, str]:
+def parse(argv: list[str], *, prog: str, about: str = "") -> tuple[Config, str]:
     """Return the resolved config and the name of its recipe (joined with + where several were given).
 
     Raises ValueError with one line naming the field, the rule and the value; --help and --print_config end the process.
     """
     checked, recipes = _checked_argv(argv)
-    parser = _parser(prog)
+    parser = _parser(prog, about)
     try:
         namespace = parser.instantiate(parser.parse_args(checked))
     except (jsonargparse.ArgumentError, TypeError) as error:

@@ -12,6 +12,9 @@ from .packing import Divisor
 from .types import PackedBatch
 
 NO_CORRECTION = ops.Importance()
+ABOVE_ZERO = 1e-3
+"""Rounding lifts a logprob of nearly 0 by some float32 units of the largest logit, 30 x 1.2e-7; more is no
+probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def policy_loss(
         "update_tokens": stats.tokens,
         "entropy": entropy.sum(),
         "sampler_gap": stats.sampler_gap,
+        "above_zero": (logprobs > ABOVE_ZERO).sum(),
         "clipped_low": stats.clipped_low,
         "clipped_high": stats.clipped_high,
         "ratio": stats.ratio,
@@ -97,7 +101,7 @@ def policy_loss(
 
 def sum_names(objective: Objective) -> list[str]:
     """The names of the sums that `policy_loss` returns."""
-    names = ["loss", "update_tokens", "entropy", "sampler_gap", "clipped_low", "clipped_high", "ratio"]
+    names = ["loss", "update_tokens", "entropy", "sampler_gap", "above_zero", "clipped_low", "clipped_high", "ratio"]
     names += ["kl"] if objective.kl_coef > 0 else []
     return names + (["importance", "importance_cut"] if objective.importance.kind != "none" else [])
 

@@ -88,6 +88,10 @@ class RunLog:
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
+    def alarm(self, text: str) -> None:
+        """Say what should not be overlooked."""
+        self.console.print(f"ALARM: {text}", style="bold red", highlight=False, markup=False)
+
     def during(self, phase: str) -> None:
         """Show the phase beside the progress bar."""
         self.progress.update(self.task, description=f"{phase:8}")

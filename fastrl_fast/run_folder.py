@@ -12,7 +12,8 @@ import yaml
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-OWN = ("checkpoints", "tensorboard", "metrics.jsonl", "rollouts.jsonl", SUMMARY_FILE, CONFIG_FILE)
+REPORT_FILE = "report.html"
+OWN = ("checkpoints", "tensorboard", "metrics.jsonl", "rollouts.jsonl", REPORT_FILE, SUMMARY_FILE, CONFIG_FILE)
 """What a run writes into its folder, and so all that --overwrite deletes there; the config goes last."""
 PARTIAL = ".partial-"
 """Before the name of a file that is not complete yet."""

@@ -56,7 +56,7 @@ def add_up(sums: dict[str, float], update_sums: dict[str, Tensor]) -> dict[str, 
     return dict(zip([*sums, *update_sums], everywhere.tolist(), strict=True))
 
 
-AS_THEY_ARE = ("dropped/", "dropped_tokens/", "flops/", "flops_saved/", "flops_shared/")
+AS_THEY_ARE = ("dropped/", "dropped_tokens/", "flops/", "flops_saved/", "flops_shared/", "grader/")
 """Sums that are metrics under their own names."""
 
 
@@ -101,6 +101,7 @@ UPDATE_MEANS = {
     "policy/sampler_gap": "sampler_gap",
     "policy/importance": "importance",
     "policy/importance_cut": "importance_cut",
+    "policy/logprobs_above_zero": "above_zero",
 }
 """Means over the tokens of all updates of a step; sampler_gap is |logprob - rollout_logprob|, not 0 after an update."""
 

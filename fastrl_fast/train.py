@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import cli, distributed, run_folder, savings
+from . import cli, distributed, plan, run_folder, savings
 from .accuracy import Accuracy, build_accuracy, build_grader
 from .advantage import Posterior
 from .budget import build_budget
@@ -29,8 +29,12 @@ from .types import Group, Prompt, Rollout
 
 
 def main() -> int:
-    config, recipe = cli.parse(sys.argv[1:], prog="fastrl_fast.train")
+    argv = [argument for argument in sys.argv[1:] if argument != cli.DRY_RUN]
+    about = f"{cli.DRY_RUN} prints the plan, the memory and the first prompts, and starts nothing. "
+    config, recipe = cli.parse(argv, prog="fastrl_fast.train", about=about)
     check_trackers(config.log.trackers)
+    if cli.DRY_RUN in sys.argv[1:]:
+        return plan.show(config, recipe)
     device = distributed.start()
     try:
         return train(config, recipe, device)
@@ -52,7 +56,7 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
     """Check everything that can be wrong, then load, train and say what was learnt."""
     with distributed.together(lambda: build_grader(config.reward)) as grader:
         inputs = distributed.together(lambda: load_inputs(config, grader))
-        total_steps = config.max_steps or config.epochs * len(inputs.data) // config.data.prompts_per_step
+        total_steps = plan.total_steps(config, prompts=len(inputs.data))
         folder = _open_folder(config, recipe, total_steps)
         with _run_log(folder, config, total_steps) as log:
             parts = build_parts(config, inputs, grader, device, folder=folder, log=log)

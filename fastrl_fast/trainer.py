@@ -10,6 +10,7 @@ from torch import Tensor
 from . import distributed, packing, savings, step_report
 from .accuracy import Accuracy
 from .advantage import Posterior, assign_advantages
+from .alarms import Alarms
 from .budget import Budget
 from .checkpoint import Checkpointer
 from .collect import Collected, Collector
@@ -73,6 +74,7 @@ class Trainer:
         self.accuracy_before: dict[str, float] = {}
         self.accuracy_after: dict[str, float] = {}
         self.bad_gradients = 0
+        self.alarms = Alarms(config)
         self.longest_shared = parts.policy.longest_shared if config.updates.share_prompts else 0
         self.sharing_check = SharingCheck(config.model.dtype)
         self._warn_of_window()
@@ -196,6 +198,7 @@ class Trainer:
             "optimizer/grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "optimizer/updates": float(len(norms)),
             "optimizer/skipped": float(len(planned) - len(norms)),
+            "optimizer/not_finite": float(sum(update.sequences > 0 for update in planned) - len(norms)),
         }
         return metrics, sums
 
@@ -282,10 +285,12 @@ class Trainer:
             longest_shared=self.longest_shared,
         )
         local = step_report.rollout_sums(groups, terms) | flops
+        local |= {f"grader/{name}": float(count) for name, count in self.parts.grader.counters.items()}
         metrics = step_report.step_metrics(step_report.add_up(local, sums), terms)
         return metrics | savings.generation_saved(metrics, collected.counts["prompts/drawn"], self.config.budget)
 
     def _log(self, metrics: dict[str, float]) -> None:
         seconds = {f"seconds/{name}": value for name, value in self.clock.take().items()}
         if self.parts.log:
+            metrics |= self.alarms.check(metrics, self.parts.log.alarm)
             self.parts.log.step(self.steps_done, metrics | seconds | savings.seconds_saved(metrics, seconds))

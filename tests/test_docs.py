@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from fastrl_fast.alarms import ALARMS
 from fastrl_fast.foreign_names import OPENRLHF, TRL, VERL
 
 ROOT = Path(__file__).parents[1]
@@ -11,6 +12,11 @@ ROOT = Path(__file__).parents[1]
 def test_the_name_table_lists_every_foreign_name() -> None:
     rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", (ROOT / "docs" / "moving.md").read_text(), re.M)
     assert rows == [pair for table in (TRL, VERL, OPENRLHF) for pair in table.items()]
+
+
+def test_the_table_of_alarms_lists_every_alarm() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "report.md").read_text(), re.M)
+    assert rows == [alarm.name for alarm in ALARMS]
 
 
 def test_the_readme_is_short_and_names_files_that_exist() -> None:

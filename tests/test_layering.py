@@ -15,7 +15,7 @@ KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 RANKS = {
     0: ["config", "types", "rules", "foreign_names", "method_config", "draws", "drop_reasons"],
     1: ["ops"],
-    2: ["advantage", "prune", "budget", "packing", "loss", "optimizer", "rewards", "demo"],
+    2: ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer", "rewards", "demo"],
     3: [
         "data",
         "builtin",
@@ -26,11 +26,13 @@ RANKS = {
         "metrics",
         "run_folder",
         "step_report",
+        "alarms",
+        "tables",
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "grading", "sharing_check", "trainer"],
-    5: ["train", "evaluate", "export", "demo.pretrain"],
+    4: ["accuracy", "collect", "grading", "plan", "report", "sharing_check", "trainer"],
+    5: ["train", "evaluate", "export", "console", "demo.pretrain"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 
@@ -53,7 +55,7 @@ NEVER = {
 }
 """Libraries that a rank may not import, not even inside a function."""
 
-PURE = ["advantage", "prune", "budget", "packing", "loss", "optimizer"]
+PURE = ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer"]
 UNCLEAN = [
     "os",
     "io",

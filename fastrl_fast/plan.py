@@ -1,0 +1,191 @@
+"""What a run would do and need: `train --dry_run` reads config, data and rewards, starts nothing and writes nothing."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from .accuracy import held_out_prompts
+from .builtin import resolve_model
+from .config import BudgetConfig, Config
+from .data import PromptData
+from .memory import Memory, ModelSize, estimate_memory
+from .method_config import ARS, STAGED
+from .model import load_tokenizer
+from .rewards.registry import build, find
+from .tables import build_console, print_line, print_table
+from .types import Prompt
+
+RANKS = (1, 2, 4, 8)
+"""Numbers of ranks that the memory is estimated for, besides those of the command itself."""
+PROMPTS_SHOWN = 2
+FORMULAS = {
+    "parameters": ("weights", "4 P / R"),
+    "optimizer": ("AdamW's moments", "8 P / R"),
+    "reference": ("the reference's weights", "4 P / R"),
+    "sampler": ("the sampler's weights", "b P"),
+    "gradients": (
+        "gradients",
+        "4 P / R, and 4 P until the last of several micro-batches (of one: 4 of what is gathered)",
+    ),
+    "gathered": ("gathered weights", "b (embedding, head and two layers)"),
+    "activations": (
+        "activations",
+        "L ((4 b + 8) H + 4 b I + 3 b Q + 2 b K) T; less with checkpointing",
+    ),
+    "head": ("the loss", "8 H T, the gradients of head and embedding, one chunk of logits"),
+    "cache": ("keys and values", "2 L K b rollout.tokens_per_batch"),
+    "total": ("at most", "all but the smaller of the update's part and keys and values"),
+}
+"""Fields of memory.Memory in words, and as memory.estimate_memory computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that was not started: what it reads, and what follows from that."""
+
+    config: Config
+    size: ModelSize
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    """All prompts of the data."""
+    first: list[Prompt]
+    """Those of the first step, in the run's order."""
+    dropped: int
+    held_out: int
+
+    @classmethod
+    def read(cls, config: Config) -> "Plan":
+        """Raises ValueError for whatever the user can mend."""
+        path = resolve_model(config.model.path)
+        tokenizer = load_tokenizer(path, config.model)
+        data = PromptData(config.data, tokenizer, seed=config.seed)
+        held_out = held_out_prompts(config, tokenizer)
+        for prompt in [*data.first(1), *held_out[:1]]:
+            _check_rewards(config, prompt)
+        prompts, first = data.first(len(data)), data.next_prompts(config.data.prompts_per_step)
+        size = _model_size(path, config)
+        return cls(config, size, tokenizer, prompts, first, data.dropped_overlong, len(held_out))
+
+    @property
+    def steps(self) -> int:
+        return total_steps(self.config, prompts=len(self.prompts))
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of one step, in their first round."""
+        return self.config.data.prompts_per_step * self.config.budget.group_size
+
+    def memory(self, ranks: int) -> Memory:
+        """Of one rank, had no rollout been dropped and every completion its full length."""
+        updates = self.config.updates
+        prompt = sum(len(prompt.token_ids) for prompt in self.prompts) / len(self.prompts)
+        tokens = self.rollouts * (prompt + self.config.rollout.max_completion_tokens) / ranks / updates.minibatches
+        if updates.rollouts_per_update is not None:
+            tokens *= min(updates.rollouts_per_update / self.rollouts, 1.0)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        several = tokens > updates.tokens_per_microbatch
+        return estimate_memory(self.size, self.config, ranks=ranks, several_microbatches=several, device=device)
+
+
+def total_steps(config: Config, *, prompts: int) -> int:
+    """Steps of a whole run over this many prompts."""
+    return config.max_steps or config.epochs * prompts // config.data.prompts_per_step
+
+
+def show(config: Config, recipe: str) -> int:
+    """Print the plan on rank 0. Raises ValueError for whatever the user can mend."""
+    plan = Plan.read(config)
+    if os.environ.get("RANK", "0") == "0":
+        console = build_console()
+        print_table(console, ["plan", ""], _lines(plan, recipe), left=2)
+        _show_memory(plan, console)
+        for prompt in plan.first[:PROMPTS_SHOWN]:
+            answer = prompt.columns.get("answer")
+            print_line(console, f"prompt {prompt.id}, {len(prompt.token_ids)} tokens, answer {answer!r}:", "bold cyan")
+            print_line(console, str(plan.tokenizer.decode(prompt.token_ids)))
+        print_line(console, "nothing was started or written", "bold")
+    return 0
+
+
+def _lines(plan: Plan, recipe: str) -> list[list[str]]:
+    config, size = plan.config, plan.size
+    lengths = [len(prompt.token_ids) for prompt in plan.prompts]
+    passes = plan.steps * config.data.prompts_per_step / len(plan.prompts)
+    samples = plan.rollouts * config.rollout.max_completion_tokens
+    lines = [
+        ["recipe", recipe],
+        ["model", f"{config.model.path}: {size.parameters / 1e6:.2f}M parameters, {size.layers} layers"],
+        ["data", f"{config.data.path}: {len(plan.prompts)} prompts ({plan.dropped} too long)"],
+        ["prompt tokens", f"{min(lengths)} to {max(lengths)}, {sum(lengths) / len(lengths):.1f} on average"],
+        ["steps", f"{plan.steps} of {config.data.prompts_per_step} prompts, {passes:.2f} passes over the data"],
+        ["rollouts per prompt", _group_sizes(config.budget)],
+        ["rollouts per step", f"{plan.rollouts} (budget.kind {config.budget.kind})"],
+        ["completion tokens per step", f"at most {samples:,} ({config.rollout.max_completion_tokens} each)"],
+        ["method", f"prune {config.prune.method}, loss {config.loss.kind}, advantage {config.advantage.preset}"],
+        ["updates per step", _updates(config)],
+        ["rewards", ", ".join(f"{term.weight:g} {term.name}" for term in config.reward.terms)],
+        ["checkpoints", f"{12 * size.parameters / 2**30:.3g} GiB each (12 P), {config.checkpoint.keep} are kept"],
+        ["run folder", config.run_dir or f"runs/{recipe}-HASH"],
+    ]
+    if plan.held_out:
+        often = f", every {config.eval.every} steps" if config.eval.every else ""
+        what = f"{plan.held_out} prompts x {config.eval.samples}, before and after{often}"
+        lines.insert(4, ["held out", f"{config.eval.path}: {what}"])
+    return lines
+
+
+def _group_sizes(budget: BudgetConfig) -> str:
+    if budget.kind in STAGED:
+        return f"{budget.group_size}, and up to {budget.max_group_size} where the first do not suffice"
+    if budget.kind == "knapsack":
+        return f"{budget.group_size} on average, {budget.min_group_size} to {budget.max_group_size}"
+    return f"{budget.group_size}" + (f", later down to {budget.min_group_size}" if budget.kind in ARS else "")
+
+
+def _updates(config: Config) -> str:
+    updates = config.updates
+    if updates.rollouts_per_update is not None:
+        return f"one per {updates.rollouts_per_update} kept rollouts, {updates.epochs} times over"
+    return f"{updates.minibatches * updates.epochs}"
+
+
+def _show_memory(plan: Plan, console: Console) -> None:
+    """A row per part that this run needs, a column per number of ranks."""
+    columns = {ranks: plan.memory(ranks) for ranks in sorted({*RANKS, int(os.environ.get("WORLD_SIZE", "1"))})}
+    rows = []
+    for field, (what, formula) in FORMULAS.items():
+        sizes = [getattr(memory, field) for memory in columns.values()]
+        if any(sizes):
+            rows.append([what, formula, *(f"{size / 2**30:.3g}" for size in sizes)])
+    head = ["GiB on each rank, estimated", "formula", *(f"R = {ranks}" for ranks in columns)]
+    print_table(console, head, rows, left=2)
+    size, width = plan.size, 2 if plan.config.model.dtype == "bfloat16" else 4
+    print_line(
+        console,
+        f"P = {size.parameters:,}, b = {width}, L = {size.layers}, H = {size.hidden}, I = {size.intermediate}, "
+        f"Q = {size.queries}, K = {size.keys}, T = updates.tokens_per_microbatch; without the allocator's slack and "
+        "what CUDA itself takes",
+    )
+
+
+def _check_rewards(config: Config, prompt: Prompt) -> None:
+    """Load each reward here, and look for the columns that it needs. Raises ValueError."""
+    columns: dict[str, list[Any]] = {name: [] for name in (*prompt.columns, "completion_ids", "finish_reason")}
+    for term in config.reward.terms:
+        try:
+            build(term.name)
+            find(term.name).columns(columns)
+        except ValueError as error:
+            raise ValueError(f"reward.functions: {error}") from error
+
+
+def _model_size(path: str, config: Config) -> ModelSize:
+    """From the model's configuration alone: no weight is read."""
+    try:
+        return ModelSize.of(AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: cannot read {path}: {' '.join(str(error).split())}") from error
