@@ -29,8 +29,8 @@ RANKS = {
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "trainer"],
-    5: ["train", "evaluate", "export", "demo.pretrain"],
+    4: ["accuracy", "collect", "interrupt", "trainer"],
+    5: ["train", "evaluate", "export", "doctor", "demo.pretrain"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 
