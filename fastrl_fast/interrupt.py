@@ -51,19 +51,17 @@ class Interrupt:
             yield
             return
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, self._asked)
-        try:
-            yield
-        finally:
+        with _second_ctrl_c_ends():
             for number, handler in before.items():
-                signal.signal(number, handler)
+                if handler != signal.SIG_IGN:
+                    signal.signal(number, self._asked)
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            # The kernel's own handler needs no turn of the interpreter, which may be waiting for another rank.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not self.number:
             self.number = number
             if os.environ.get("RANK", "0") == "0":
@@ -91,6 +89,30 @@ class Interrupt:
         """Raise Interrupted on every rank where any was asked to stop; all ranks call this together."""
         if number := max(distributed.gather_lists([self.number])):
             raise Interrupted(number)
+
+
+@contextmanager
+def _second_ctrl_c_ends() -> Iterator[None]:
+    """Python runs its handlers in the main thread, which may be waiting for another rank inside a library: a thread
+    is told of signals by their numbers in a pipe."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_count_ctrl_c, args=(reader,), name="ctrl-c", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _count_ctrl_c(reader: int) -> None:
+    pressed = 0
+    while numbers := os.read(reader, 64):
+        pressed += numbers.count(signal.SIGINT)
+        if pressed >= 2:
+            os._exit(128 + signal.SIGINT)
+    os.close(reader)
 
 
 class InterruptibleSampler:

@@ -319,3 +319,21 @@ def test_moments_of_a_name_that_goes_on_after_another(tmp_path: Path) -> None:
     Checkpointer(tmp_path, keep=1).load_newest(model, optimizer)
     for ours, theirs in zip(optimizer.state.values(), before, strict=True):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_any_number_of_ranks_reads_what_any_other_wrote_and_all_fail_together(tmp_path: Path) -> None:
+    """C08; a rank that alone cannot write or read takes the others along, within the time of a barrier."""
+    worker = FAULTS.with_name("resharding.py")
+    env = {**os.environ, "PYTHONPATH": str(FAULTS.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, worker, tmp_path], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout)
+    for change in ("1 to 2", "2 to 1", "2 to 2", "2 to 3", "3 to 2"):
+        saved = results[f"save {change[0]}"][0]["digest"]
+        assert len(saved) == 4 + 3 * 36, "four step counters, and 36 parameters with two moments each"
+        assert all(rank == {"step": 2, "digest": saved} for rank in results[change]), change
+    for rank in results["broken"]:
+        assert "step 2 cannot be written" in rank["message"] and "No space left" in rank["message"]
+        assert rank["complete"] == ["step_000001"]
+    first = results["first"][0]["digest"]
+    assert all(rank == {"step": 1, "digest": first} for rank in results["blind"]), "the older one, on both ranks"
