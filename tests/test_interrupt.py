@@ -18,6 +18,7 @@ from fastrl_fast.checkpoint import complete, load_weights
 from fastrl_fast.interrupt import Interrupt, Interrupted
 
 ROOT = Path(__file__).parents[1]
+LENGTH = ROOT / "tests" / "workers" / "length_reward.py"
 SMALL = ["--data.prompts_per_step=4", "--budget.group_size=4", "--rollout.max_completion_tokens=16"]
 SMALL += ["--eval.prompts=4", "--reward.workers=1", "--max_steps=5", "--checkpoint.every=100"]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -86,7 +87,7 @@ class Run:
 
 
 def train(*arguments: object) -> list[object]:
-    return ["-m", "fastrl_fast.train", *SMALL, *arguments]
+    return ["-m", "fastrl_fast.train", *SMALL, f"--reward.functions={{{LENGTH}:length: 1.0}}", *arguments]
 
 
 def records(folder: Path) -> list[dict]:
@@ -120,6 +121,7 @@ def test_x03_sigterm_saves_on_all_ranks_and_the_run_goes_on_bit_equal(two_ranks,
     assert again.end() == 0, (tmp_path / "log").read_text()[-3000:]
     ours, theirs = load_weights(folder / "checkpoints"), load_weights(whole / "checkpoints")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(record["optimizer/updates"] for record in records(whole)), "there must be something to compare"
     same = ("step", "reward/mean", "loss/value", "rollouts/kept", "eval/avg@1", "optimizer/grad_norm")
     pairs = zip(records(folder), records(whole), strict=True)
     assert all({k: a.get(k) for k in same} == {k: b.get(k) for k in same} for a, b in pairs)
@@ -196,7 +198,7 @@ def test_a_rank_that_fails_ends_all_within_half_a_minute(fault: str, tmp_path: P
     """P08, F04, X04: NaN in one rank's gradient skips the step on both; then a crash of one rank ends both."""
     bystander = subprocess.Popen(["sleep", "600"])
     worker = ROOT / "tests" / "workers" / "faulty_train.py"
-    arguments = [1, f"1:nan,2:{fault}", *SMALL, f"--run_dir={tmp_path / 'run'}"]
+    arguments = [1, f"1:nan,2:{fault}", *train()[2:], f"--run_dir={tmp_path / 'run'}"]
     run = Run(*LAUNCH, worker, *arguments, log=tmp_path / "log")
     run.wait_for(tmp_path / "run" / "metrics.jsonl", 1)
     started = time.monotonic()
