@@ -15,7 +15,7 @@ KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 RANKS = {
     0: ["config", "types", "rules", "foreign_names", "method_config", "draws", "drop_reasons"],
     1: ["ops"],
-    2: ["advantage", "prune", "budget", "packing", "loss", "optimizer", "rewards", "demo"],
+    2: ["advantage", "prune", "budget", "packing", "loss", "optimizer", "plain_yaml", "rewards", "demo"],
     3: [
         "data",
         "builtin",
