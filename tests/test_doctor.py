@@ -88,7 +88,7 @@ def test_versions_memory_and_disk_have_limits(monkeypatch: pytest.MonkeyPatch, t
     assert doctor.disk().verdict == "no" and "0.0 GB free" in doctor.disk().text
 
 
-def test_a_flash_attention_of_another_torch_is_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_I02_a_flash_attention_of_another_torch_is_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     """I02: undefined symbol _ZN3c105Error..."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "flash_attn" else find(name))

@@ -194,7 +194,7 @@ def test_a_second_ctrl_c_ends_at_once(work: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raise", "kill"])
-def test_a_rank_that_fails_ends_all_within_half_a_minute(fault: str, tmp_path: Path) -> None:
+def test_p08_f04_x04_a_rank_that_fails_ends_all_within_half_a_minute(fault: str, tmp_path: Path) -> None:
     """P08, F04, X04: NaN in one rank's gradient skips the step on both; then a crash of one rank ends both."""
     bystander = subprocess.Popen(["sleep", "600"])
     worker = ROOT / "tests" / "workers" / "faulty_train.py"

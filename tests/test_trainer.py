@@ -137,7 +137,7 @@ def test_rollout_logprobs_as_old_ones_give_the_same_step_where_nothing_differs(m
 
 
 def test_a_stop_between_steps_leaves_no_trace(make_trainer) -> None:
-    """Invariant (c), with everything that has a state: two updates a step, epochs, a reference, a warm-up."""
+    """C12 and invariant (c), with everything that has a state: two updates a step, epochs, a reference, a warm-up."""
     settings = {
         "loss": LossConfig(kind="dapo", kl_coef=0.01),
         "updates": UpdatesConfig(minibatches=2, epochs=2),

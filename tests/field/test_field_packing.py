@@ -1,12 +1,16 @@
 """Public bug reports about packed rows and the LM head, each on its smallest input."""
 
+import ast
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from test_model import alone, sequences
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import fastrl_fast
 from fastrl_fast.model import Policy
 from fastrl_fast.ops import packed_logprobs
 from fastrl_fast.packing import Sequence, pack
@@ -61,6 +65,25 @@ def test_L14_the_softmax_is_float32_whatever_comes_in(dtype: torch.dtype) -> Non
     logprobs, _ = packed_logprobs(hidden, weight, targets)
     truth = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert logprobs.dtype == torch.float32 and float((logprobs - truth).abs().max()) < 1e-4
+
+
+def test_Z01_every_launch_is_under_a_device_guard() -> None:
+    """`cuda_stream` makes the tensor's device current; no kernel is called outside of it."""
+    launches = 0
+    for path in (Path(fastrl_fast.__file__).parent / "ops").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        guarded = {
+            call
+            for block in ast.walk(tree)
+            if isinstance(block, ast.With) and "cuda_stream(" in ast.unparse(block.items[0])
+            for call in ast.walk(block)
+            if isinstance(call, ast.Call)
+        }
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and re.fullmatch(r"kernels\.\w+_cuda", ast.unparse(call.func)):
+                assert call in guarded, f"{path.name}: {ast.unparse(call)}"
+                launches += 1
+    assert launches > 4
 
 
 def test_V15_the_policy_is_the_same_twice_though_it_is_in_training_mode(make_lm, tmp_path) -> None:
