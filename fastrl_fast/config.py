@@ -244,7 +244,7 @@ class CheckpointConfig:
     keep: int = 2
     """Newest checkpoints kept; an older one is removed only after a newer one is complete."""
     keep_best: bool = True
-    """Keep also the saved checkpoint that was best on held-out prompts, of those measured at the step they were saved."""
+    """Keep also the checkpoint that was best on held-out prompts, of those measured at the step they were saved at."""
 
     def __post_init__(self) -> None:
         not_negative("checkpoint", every=self.every)

@@ -19,7 +19,18 @@ from typing import Literal
 
 NEEDED = {"torch": (2, 8), "transformers": (4, 56)}
 """Oldest versions that work, as in pyproject.toml."""
-OTHERS = ("datasets", "jsonargparse", "math_verify", "mpmath", "numpy", "nvtx", "pyarrow", "rich", "safetensors", "yaml")
+OTHERS = (
+    "datasets",
+    "jsonargparse",
+    "math_verify",
+    "mpmath",
+    "numpy",
+    "nvtx",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "yaml",
+)
 MEMORY_GB, DISK_GB = 2.0, 1.0
 """Less than this is not enough for the default run and its checkpoints."""
 
@@ -66,7 +77,7 @@ def libraries() -> Finding:
         found.append(f"{name} {version}")
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
         if numbers < oldest:
-            return Finding("no", f"{name} {version}; {'.'.join(map(str, oldest))} or newer is needed: pip install -U {name}")
+            return Finding("no", f"{name} {version}; {oldest[0]}.{oldest[1]} or newer is needed: pip install -U {name}")
     return Finding("ok", ", ".join(found))
 
 
@@ -137,7 +148,9 @@ def flash_attention() -> Finding:
         import torch
 
         reason = " ".join(str(error).split())
-        return Finding("off", f"flash-attn was built for another torch than {torch.__version__}: install it again ({reason})")
+        return Finding(
+            "off", f"flash-attn was built for another torch than {torch.__version__}: install it again ({reason})"
+        )
     return Finding("ok", f"flash-attn {metadata.version('flash-attn')}")
 
 
@@ -185,7 +198,9 @@ def ranks() -> Finding:
         try:
             said = [process.communicate(timeout=60)[1] for process in pair]
         except subprocess.TimeoutExpired:
-            return Finding("no", "two processes on this machine cannot talk over gloo: set GLOO_SOCKET_IFNAME=lo to try")
+            return Finding(
+                "no", "two processes on this machine cannot talk over gloo: set GLOO_SOCKET_IFNAME=lo to try"
+            )
         finally:
             for process in pair:
                 process.kill()

@@ -10,7 +10,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text such as "1e-6": PyYAML takes it for text, the command line's reader for a number."""
 
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$")
+_NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)(?:[eE][-+]?\d+)?$")
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 

@@ -63,7 +63,8 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
                 trainer.run()
             except Interrupted as interrupted:
                 if log:
-                    log.say(f"ended by {interrupted} after step {trainer.steps_done}; the same command goes on: {folder}")
+                    done = trainer.steps_done
+                    log.say(f"ended by {interrupted} after step {done}; the same command goes on: {folder}")
                 return 128 + interrupted.number
             if log:
                 _finish(trainer, folder, log)

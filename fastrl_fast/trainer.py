@@ -136,7 +136,7 @@ class Trainer:
         return metrics | collected.counts | report | {"seconds/step": time.perf_counter() - started}
 
     def collect(self) -> Collected:
-        """The step's graded groups. Raises Interrupted, as if the step had not begun, where a rank was asked to stop."""
+        """The step's graded groups; where a rank was asked to stop it is Interrupted, as if the step had not begun."""
         before = self.parts.data.state_dict()
         try:
             try:

@@ -141,8 +141,8 @@ def test_c03_a_damaged_newest_falls_back_with_a_warning(tmp_path: Path) -> None:
     flipped[-3] ^= 1
     damage = [(shard, whole[:size]) for size in (0, 7, 10, len(whole) // 2, len(whole) - 1)]
     damage += [(shard, bytes(flipped)), (shard, None), (shard, whole + b"x")]
-    damage += [(record, text) for text in (b"", b"[]", state[: len(state) // 2], state.replace(b'"ranks": 1', b'"r": 1'))]
-    damage += [(record, state.replace(b'"ranks": 1', b'"ranks": "1"'))]
+    damage += [(record, text) for text in (b"", b"[]", state[: len(state) // 2])]
+    damage += [(record, state.replace(b'"ranks": 1', other)) for other in (b'"r": 1', b'"ranks": "1"')]
     for path, content in damage:
         shard.write_bytes(whole)
         record.write_bytes(state)
@@ -152,7 +152,7 @@ def test_c03_a_damaged_newest_falls_back_with_a_warning(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="step_000002 cannot be read"):
             found, model = load(tmp_path)
         assert found == {"step": 1} and torch.equal(model.lm.weight, first.lm.weight), (path.name, content)
-        with pytest.raises(ValueError, match="run_dir: .*step_000002 cannot be read"):
+        with pytest.raises(ValueError, match=r"run_dir: .*step_000002 cannot be read"):
             load_weights(tmp_path)
 
 
@@ -213,7 +213,7 @@ def test_the_most_accurate_one_stays(tmp_path: Path) -> None:
     last.save(7, *trained(0, 7), {})
     last.wait()
     assert names(tmp_path) == ["step_000007"]
-    with pytest.raises(ValueError, match="no checkpoint in .* was measured"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* was measured"):
         load_weights(tmp_path, best=True)
 
 
@@ -222,7 +222,7 @@ def test_an_older_format_is_refused_by_name(tmp_path: Path) -> None:
     old.mkdir()
     (old / "state.json").write_text('{"step": 5, "data": {}}')
     for read in (load, load_weights):
-        with pytest.raises(ValueError, match=r"^run_dir: .*step_000005 has checkpoint format 1, .* reads format 2: go on"):
+        with pytest.raises(ValueError, match=r"^run_dir: .*step_000005 has checkpoint format 1, .* reads format 2"):
             read(tmp_path)
 
 
@@ -232,12 +232,12 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     model, optimizer = trained(0, 2)
     with torch.no_grad():
         model.lm.weight[1, 2] = float("nan")
-    with pytest.raises(ValueError, match=r"step 2 cannot be written.*model\.lm\.weight holds numbers that are not finite"):
+    with pytest.raises(ValueError, match=r"step 2 cannot be written.*lm\.weight holds numbers that are not finite"):
         save(tmp_path, 2, model, optimizer, keep=1)
     assert load(tmp_path)[0] == {"step": 1}
 
 
-def test_x08_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x08_too_little_room_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, *trained(0, 1), keep=1)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1, 1, 10))

@@ -48,7 +48,9 @@ def test_a_module_of_other_sources_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         _lib.load_kernels()
 
 
-def fake_cuda(monkeypatch: pytest.MonkeyPatch, *, torchs: str | None, module: bool, devices: int, capability=(9, 0)) -> str:
+def fake_cuda(
+    monkeypatch: pytest.MonkeyPatch, *, torchs: str | None, module: bool, devices: int, capability=(9, 0)
+) -> str:
     monkeypatch.setattr(torch.version, "cuda", torchs)
     monkeypatch.setattr(_lib, "kernels", SimpleNamespace(CUDA=module))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)

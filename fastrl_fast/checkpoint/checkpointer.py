@@ -31,7 +31,8 @@ class Checkpointer:
     """Saves and restores a run: sharded weights and moments, and one small JSON of everything else.
 
     The learning rate and all randomness are functions of the seed and the step, so they need no state of their own.
-    `keep` newest checkpoints stay, and with `keep_best` also the one whose `state["accuracy"]`, first entry, is highest.
+    `keep` newest checkpoints stay, and with `keep_best` also the one with the highest first entry of
+    `state["accuracy"]`.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool = True) -> None:
@@ -237,8 +238,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def _check_format(folder: Path, record: dict[str, Any]) -> None:
     if (found := record.get("format", 1)) != FORMAT:
         raise ValueError(
-            f"run_dir: {folder} has checkpoint format {found}, this version of fastrl_fast reads format {FORMAT}: go on "
-            "with the version that wrote it, or start anew with another run_dir"
+            f"run_dir: {folder} has checkpoint format {found}, this version of fastrl_fast reads format {FORMAT}: go "
+            "on with the version that wrote it, or start anew with another run_dir"
         )
 
 

@@ -111,5 +111,3 @@ def test_L16_rewards_that_cancel_are_dead() -> None:
     assert made.dead
     prune([made], PruneConfig(method="none"), kl=False)
     assert {rollout.drop_reason for rollout in made.rollouts} == {FREE}
-
-

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_loss import MAX_TOKENS, ours, one_token
+from test_loss import MAX_TOKENS, one_token, ours
 
 from fastrl_fast.config import LossConfig
 from fastrl_fast.loss import OBJECTIVES, build_objective, policy_loss
@@ -102,7 +102,8 @@ def test_L10_L11_old_logprobs_are_stored_where_a_second_update_follows() -> None
     batch.old_logprobs = new.detach().clone()
     ratios = []
     for _ in range(2):
-        loss, stats = policy_loss(new, batch, OBJECTIVES["grpo"], divisor=Divisor(4, 2), max_completion_tokens=MAX_TOKENS)
+        settings = {"divisor": Divisor(4, 2), "max_completion_tokens": MAX_TOKENS}
+        loss, stats = policy_loss(new, batch, OBJECTIVES["grpo"], **settings)
         (gradient,) = torch.autograd.grad(loss, new)
         with torch.no_grad():
             new -= 5 * gradient

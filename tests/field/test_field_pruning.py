@@ -9,7 +9,15 @@ from fastrl_fast.advantage import assign_advantages
 from fastrl_fast.budget.outcome import Outcome
 from fastrl_fast.config import BudgetConfig, Config, DataConfig, ModelConfig, PruneConfig, RewardConfig
 from fastrl_fast.ops import choose_rollouts
-from fastrl_fast.packing import ModelShape, Sequence, divisor, pack, plan_microbatches, split_minibatches, to_train_group
+from fastrl_fast.packing import (
+    ModelShape,
+    Sequence,
+    divisor,
+    pack,
+    plan_microbatches,
+    split_minibatches,
+    to_train_group,
+)
 from fastrl_fast.prune import prune
 from fastrl_fast.types import Group, Prompt, Rollout
 

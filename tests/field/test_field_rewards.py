@@ -45,7 +45,7 @@ def test_R02_grading_works_in_a_thread() -> None:
 
 
 def test_R03_a_hanging_answer_costs_itself_and_the_next_batch_works(tmp_path: Path) -> None:
-    code = "def f(prompts, completions, **c):\n    while 'hang' in completions: pass\n    return [1.0] * len(completions)\n"
+    code = "def f(completions, **c):\n    while 'hang' in completions: pass\n    return [1.0] * len(completions)\n"
     (tmp_path / "r.py").write_text(code)
     name = f"{tmp_path}/r.py:f"
     with Grader([Term(name)], workers=2, timeout=0.5) as grader:
@@ -102,7 +102,9 @@ def test_R12_an_unclosed_box_is_wrong_and_quick(text: str) -> None:
     assert time.perf_counter() - started < 2
 
 
-@pytest.mark.parametrize("answer", [r"\boxed{\text{E}}", r"\boxed{E: A polygenic score}", r"\boxed{E)}", r"\boxed{C} \boxed{E}"])
+@pytest.mark.parametrize(
+    "answer", [r"\boxed{\text{E}}", r"\boxed{E: A polygenic}", r"\boxed{E)}", r"\boxed{C} \boxed{E}"]
+)
 def test_R13_a_letter_may_be_wrapped_or_followed(answer: str) -> None:
     assert grade(answer, "E") == 1.0
     assert grade(r"\boxed{A polygenic score}", "E") == 0.0
@@ -171,7 +173,8 @@ def test_R28_signs_of_unicode(gold: str, answer: str) -> None:
 
 
 def test_R29_many_blocks_earn_no_format_reward() -> None:
-    texts = ["<thinking>a</thinking><thinking>b</thinking> \\boxed{1}", "<thinking>a</thinking>", "<thinking>a</thinking>\\boxed{1}"]
+    block = "<thinking>a</thinking>"
+    texts = [block * 2 + r"\boxed{1}", block, block + r"\boxed{1}"]
     assert format_reward(["p"] * 3, texts) == [0.0, 0.0, 1.0]
 
 
@@ -208,5 +211,3 @@ def test_R35_truth_values_are_numbers_and_dicts_are_told() -> None:
     assert as_scores("f", [True, numpy.bool_(False), numpy.float32(0.5)], 3) == [1.0, 0.0, 0.5]
     with pytest.raises(ValueError, match=r"a dict with the keys \['score', 'acc'\]"):
         as_scores("f", [{"score": 1.0, "acc": 1}], 1)
-
-

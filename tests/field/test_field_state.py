@@ -135,7 +135,7 @@ def test_F03_a_save_counts_only_when_every_ranks_file_is_seen(tmp_path: Path, pr
         return gather(items) + other
 
     monkeypatch.setattr(distributed, "gather_lists", with_another_node)
-    with pytest.raises(ValueError, match=r"rank 0 does not see all of rank_00001\.safetensors: all ranks must write to"):
+    with pytest.raises(ValueError, match=r"rank 0 does not see all of rank_00001\.safetensors: all ranks"):
         saved(tmp_path, 1)
     assert not complete(tmp_path)
 
@@ -149,5 +149,3 @@ def test_L15_weights_that_are_not_finite_never_replace_good_ones(tmp_path: Path,
     with pytest.raises(ValueError, match="not finite"):
         saver.wait()
     assert [path.name for path in complete(tmp_path)] == ["step_000001"]
-
-

@@ -133,7 +133,8 @@ def test_I12_what_the_rewards_import_is_declared() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             for name in (name.split(".")[0] for name in names):
-                assert name in sys.stdlib_module_names or name in (*declared, "sympy", "latex2sympy2_extended", ""), name
+                known = (*declared, "sympy", "latex2sympy2_extended", "")
+                assert name in sys.stdlib_module_names or name in known, name
 
 
 def test_X08_a_folder_that_cannot_be_written_is_told_at_the_start() -> None:

@@ -1,10 +1,11 @@
 """Grades random answers without end: `python -m tests.fuzz.answers --seconds 600 [--seed 0]`.
 
-Every answer must be graded within SLOW seconds of the processor, as 1, 0 or None, without a fault and below MEMORY in all; a text equal
-to its gold must be right or not gradable, and nothing may be right where the gold cannot be read.
+Every answer must be graded within SLOW seconds of the processor, as 1, 0 or None, without a fault of a library that is
+caught, and below MEMORY in all.
 """
 
 import random
+import re
 import resource
 import sys
 import time
@@ -12,13 +13,16 @@ import time
 from fastrl_fast.rewards import exact_reward, faults, format_reward, math_reward, number_reward
 
 SLOW, MEMORY = 5.0, 1 << 30
-PIECES = (
-    r"\frac \dfrac12 \sqrt \boxed \fbox \text \mathrm \left( \right) \infty \pi \pm \cdot \times ^\circ \% \{ \} \begin{pmatrix}"
-    r" \end{pmatrix} \\ & \cup \cap \in \mathbb{R} \log \sin \binom \overline \int \sum \lim \le \ge \neq \approx \cfrac"
-    r" { } ( ) [ ] < > = + - * / ^ _ ! , . ; : ' \" $ $$ % # @ | ~ ° − × ÷ √ π ∞ ½ ² ≤ ∪ ４２ 答案 № ١٢ ﷽ é 𝟙 ­ 0 1 2 3 7 9 10 12 100 1,234"
-    r" 1e9 1e1000000000 9^9^9 10^{10^{10}} (10^{10})! 0.1 .5 5. 007 1/3 2 1/2 x y n e i A B E cm km/h degrees dollars and or"
-    r" the answer is **Final Answer** #### <answer> </answer> <think> </think> None nan inf True import exec lambda __class__"
-).split(" ")
+WORDS = r"""
+\frac \dfrac12 \sqrt \boxed \fbox \text \mathrm \left( \right) \infty \pi \pm \cdot \times ^\circ \%
+\{ \} \begin{pmatrix} \end{pmatrix} \\ & \cup \cap \in \mathbb{R} \log \sin \binom \overline \int
+\sum \lim \le \ge \neq \approx \cfrac { } ( ) [ ] < > = + - * / ^ _ ! , . ; : ' \" $ $$ % # @ | ~ °
+− × ÷ √ π ∞ ½ ² ≤ ∪ ４２ 答案 № ١٢ ﷽ é 𝟙 ­ 0 1 2 3 7 9 10 12 100 1,234 1e9 1e1000000000 9^9^9
+10^{10^{10}} (10^{10})! 0.1 .5 5. 007 1/3 2 1/2 x y n e i A B E cm km/h degrees dollars and or the
+answer is **Final Answer** #### <answer> </answer> <think> </think> None nan inf True import exec
+lambda __class__
+"""
+PIECES = re.findall(r"\S+", WORDS)
 GLUE = ("", "", "", " ", "\n", "{", "}", "^{", "_{", r"\\")
 
 
@@ -26,10 +30,11 @@ def text(draw: random.Random) -> str:
     """Pieces of LaTeX, digits and words in any order, sometimes nested, repeated, cut or of raw code points."""
     kind = draw.random()
     if kind < 0.05:
-        return "".join(chr(draw.choice((draw.randrange(128), draw.randrange(0x3000), draw.randrange(0x110000)))) for _ in range(30))
+        return "".join(chr(draw.randrange(draw.choice((128, 0x3000, 0x110000)))) for _ in range(30))
     body = "".join(draw.choice(PIECES) + draw.choice(GLUE) for _ in range(draw.choice((1, 2, 3, 5, 8, 13, 40))))
     if kind < 0.15:
-        body = draw.choice(("{", "(", r"\frac{", r"\sqrt{", "2^{", "-", "1+", r"\boxed{")) * draw.choice((10, 300, 5000)) + body
+        opening = draw.choice(("{", "(", r"\frac{", r"\sqrt{", "2^{", "-", "1+", r"\boxed{"))
+        body = opening * draw.choice((10, 300, 5000)) + body
     if kind < 0.2:
         body *= draw.choice((10, 200))
     if kind < 0.6:

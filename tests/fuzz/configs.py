@@ -19,10 +19,21 @@ from fastrl_fast import cli
 from tests.fuzz.answers import main
 
 SLOW, MEMORY = 20.0, 1 << 30
-VALUES: tuple[Any, ...] = (0, 1, 2, -1, 3, 8, 10**9, 10**30, 0.5, 1.0, -0.1, 1e-6, float("nan"), float("inf"), True, False)
-VALUES += (None, "", "x", "none", "1e-6", "0x10", "1_000", "no", "1:30", [], [1], [0.9, 0.99], ["a"], {}, {"a": 1}, {"a": {"b": 1}})
-VALUES += ("é\u2028", "\ud800", "a" * 10_000, "${oc.env:HOME}", "!!python/object:os.system", "{{x}}", "../../etc", "&a *a")
-TEXTS = ("a: &a [*a]", "a: [1, 2", "\t", "- 1", "? ", "!!python/object/apply:os.getcwd []", "a: 1\na: 2", "\x00", "%YAML 9", "...", "---\n---")
+VALUES: tuple[Any, ...] = (0, 1, 2, -1, 3, 8, 10**9, 10**30, 0.5, 1.0, -0.1, 1e-6, float("nan"), float("inf"))
+VALUES += (True, False, None, "", "x", "none", "1e-6", "0x10", "1_000", "no", "1:30")
+VALUES += ([], [1], [0.9, 0.99], ["a"], {}, {"a": 1}, {"a": {"b": 1}})
+VALUES += (
+    "é\u2028",
+    "\ud800",
+    "a" * 10_000,
+    "${oc.env:HOME}",
+    "!!python/object:os.system",
+    "{{x}}",
+    "../../etc",
+    "&a *a",
+)
+TEXTS = ("a: &a [*a]", "a: [1, 2", "\t", "- 1", "? ", "!!python/object/apply:os.getcwd []", "a: 1\na: 2")
+TEXTS += ("\x00", "%YAML 9", "...", "---\n---")
 
 
 def settings(draw: random.Random) -> dict[str, Any]:
