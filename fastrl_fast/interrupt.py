@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from . import distributed
-from .rewards import Grader
+from .rewards import Grader, Handle
 from .rollout import Sampler
 from .types import Group, Prompt, Rollout
 
@@ -141,10 +141,17 @@ class InterruptibleGrader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grader, name)
 
-    def grade(
-        self, prompts: list[Any], completions: list[Any], columns: Mapping[str, list[Any]]
-    ) -> list[dict[str, float | None]]:
-        def nothing() -> list[dict[str, float | None]]:
-            return [{term.name: None for term in self._grader.terms} for _ in completions]
+    def submit(self, prompts: list[Any], completions: list[Any], *rest: Any, **settings: Any) -> "InterruptibleHandle":
+        handle = self._grader.submit(prompts, completions, *rest, **settings)
+        nothing: dict[str, float | None] = {term.name: None for term in self._grader.terms}
+        return InterruptibleHandle(handle, [nothing] * len(completions), self._interrupt)
 
-        return self._interrupt.cut_short(lambda: self._grader.grade(prompts, completions, columns), nothing)
+
+class InterruptibleHandle:
+    """A batch being graded, which nobody waits for once the run was asked to stop."""
+
+    def __init__(self, handle: Handle, nothing: list[dict[str, float | None]], interrupt: Interrupt) -> None:
+        self._handle, self._nothing, self._interrupt = handle, nothing, interrupt
+
+    def result(self) -> list[dict[str, float | None]]:
+        return self._interrupt.cut_short(self._handle.result, lambda: self._nothing)

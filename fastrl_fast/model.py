@@ -1,7 +1,8 @@
 """The policy: a Hugging Face causal model that reads packed rows and answers with logprobs, never with logits."""
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from .config import ModelConfig
 from .ops import packed_logprobs
-from .ops.packed_attention import packed_attention, segments
+from .ops.packed_attention import Segments, packed_attention, segments
+from .ops.prefix_attention import PrefixPlan, plan_prefixes, prefix_attention
 from .packing import ModelShape, pack
 from .types import PackedBatch
 
@@ -45,8 +47,14 @@ def _attention(
         raise ValueError(
             "model.path: models that do not pass keyword arguments on to their attention are not supported"
         )
-    if softcap is not None or s_aux is not None:
-        raise ValueError("model.path: models with soft-capped attention scores or attention sinks are not supported")
+    if s_aux is not None:
+        raise ValueError("model.path: models with attention sinks are not supported")
+    if isinstance(packed_segments, PrefixPlan):
+        out = prefix_attention(
+            query, key, value, packed_segments, scale=scaling, window=sliding_window, softcap=softcap
+        )
+        return out, None
+    assert softcap is None, "rows of a model with capped scores are planned for prefix_attention"
     return packed_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
 
 
@@ -63,6 +71,10 @@ def _check_no_leak(config: Any) -> None:
         raise ValueError(f"model.path: attention_chunk_size must be none, got {chunk}")
 
 
+HeadFunction = Callable[..., Any]
+"""Takes the arguments of `packed_logprobs`: it, or a loss made of it."""
+
+
 class LogprobHead(nn.Module):
     """The LM head as a module of its own: under FSDP2 its weight is whole only inside its own forward."""
 
@@ -73,8 +85,11 @@ class LogprobHead(nn.Module):
         self.softcap = softcap
         self.logit_scale = logit_scale
 
-    def forward(self, hidden: Tensor, targets: Tensor, row_index: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return packed_logprobs(
+    def forward(
+        self, hidden: Tensor, targets: Tensor, row_index: Tensor, temperature: float, evaluate: HeadFunction
+    ) -> Any:
+        """Return what `evaluate` makes of the weight."""
+        return evaluate(
             hidden,
             self.weight,
             targets,
@@ -87,8 +102,8 @@ class LogprobHead(nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward maps a packed batch to (logprobs [N], entropy [N]) of its targets,
-    float32."""
+    """A causal language model whose forward maps a packed batch to (logprobs [N], entropy [N]) of its targets, float32,
+    or to what else its head is asked to evaluate."""
 
     def __init__(self, lm: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
@@ -126,7 +141,22 @@ class Policy(nn.Module):
         config = self.lm.config
         embedding = sum(p.numel() for p in self.lm.get_input_embeddings().parameters())
         inner = sum(p.numel() for p in self.decoder.parameters()) - embedding
-        return ModelShape(parameters=inner, layers=config.num_hidden_layers, hidden=config.hidden_size)
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return ModelShape(
+            parameters=inner,
+            layers=config.num_hidden_layers,
+            hidden=config.num_attention_heads * head_size,
+            head=self.head.weight.numel(),
+        )
+
+    @property
+    def longest_shared(self) -> float:
+        """Tokens of prompt and completion up to which a prompt can be shared: a sliding window must cover both."""
+        config = self.lm.config
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        window = getattr(config, "sliding_window", None)
+        slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
+        return window if window is not None and slides else math.inf
 
     @property
     def shard_units(self) -> list[nn.Module]:
@@ -136,14 +166,20 @@ class Policy(nn.Module):
         layers = [module for module in self.decoder.modules() if type(module).__name__ in kinds]
         return [*layers, *([] if self.tied else [self.head])]
 
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _plan(self, batch: PackedBatch) -> Segments | PrefixPlan:
+        """The attention of all layers; capped scores are known to prefix_attention alone."""
+        if batch.prefixes.shape[0] or getattr(self.lm.config, "attn_logit_softcapping", None) is not None:
+            return plan_prefixes(batch.cu_seqlens, batch.prefixes)
+        return segments(batch.cu_seqlens)
+
+    def forward(self, batch: PackedBatch, evaluate: HeadFunction = packed_logprobs) -> Any:
         hidden = self.decoder(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            packed_segments=segments(batch.cu_seqlens),
+            packed_segments=self._plan(batch),
         ).last_hidden_state[0]
-        return self.head(hidden, batch.targets, batch.row_index, self.temperature)
+        return self.head(hidden, batch.targets, batch.row_index, self.temperature, evaluate)
 
 
 def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -168,7 +204,7 @@ def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
             path,
             config=settings,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation="eager" if getattr(settings, "attn_logit_softcapping", None) else "sdpa",
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, SafetensorError) as error:

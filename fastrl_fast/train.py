@@ -11,13 +11,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import cli, distributed, run_folder, savings
-from .accuracy import Accuracy, build_accuracy, build_grader, grading_columns
+from .accuracy import Accuracy, build_accuracy, build_grader
 from .advantage import Posterior
 from .budget import build_budget
 from .builtin import resolve_model
 from .checkpoint import Checkpointer
 from .config import Config
 from .data import PromptData
+from .grading import grading_columns
 from .interrupt import Interrupted
 from .metrics import RunLog, check_trackers
 from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
@@ -166,8 +167,8 @@ def _start(trainer: Trainer) -> None:
 def _finish(trainer: Trainer, folder: Path, log: RunLog) -> None:
     """Write the summary, which marks the run as finished, and print what was learnt."""
     before, after = trainer.accuracy_before, trainer.accuracy_after
-    totals = savings.totals(folder / "metrics.jsonl")
-    summary = {"steps": trainer.steps_done, "before": before, "after": after, "totals": totals}
+    totals, means = savings.totals(folder / "metrics.jsonl"), savings.means(folder / "metrics.jsonl")
+    summary = {"steps": trainer.steps_done, "before": before, "after": after, "totals": totals, "means": means}
     run_folder.write_summary(folder, summary)
     for name in (name for name in before if name in after and name != "ungraded"):
         log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")

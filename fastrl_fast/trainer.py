@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,13 +17,14 @@ from .collect import Collected, Collector, ShortStep
 from .config import Config
 from .data import PromptData
 from .interrupt import Interrupt, Interrupted, InterruptibleGrader, InterruptibleSampler
-from .loss import build_objective, policy_loss
+from .loss import build_objective, policy_loss, sum_names
 from .metrics import Clock, RunLog, phase
 from .model import Policy, full_weights
 from .optimizer import learning_rate
-from .prune import offers, prune, put_back
+from .prune import cut_step, measure_fidelity, offers, prune, put_back, sizes
 from .rewards import Grader
 from .rollout import Sampler
+from .sharing_check import SharingCheck
 from .types import Group, PackedBatch
 
 BAD_GRADIENTS_IN_A_ROW = 5
@@ -52,11 +54,13 @@ class Parts:
 
 @dataclass(slots=True)
 class Update:
-    """One optimizer step: this rank's micro-batches, and the divisor and number of sequences over all ranks."""
+    """One optimizer step: this rank's micro-batches and the FLOPs of one forward pass over them, and the divisor and
+    number of sequences over all ranks."""
 
     batches: list[PackedBatch]
     divisor: packing.Divisor
     sequences: int
+    flops: float
 
 
 class Trainer:
@@ -78,6 +82,9 @@ class Trainer:
         self.accuracy_before: dict[str, float] = {}
         self.accuracy_after: dict[str, float] = {}
         self.bad_gradients = 0
+        self.longest_shared = parts.policy.longest_shared if config.updates.share_prompts else 0
+        self.sharing_check = SharingCheck(config.model.dtype)
+        self._warn_of_window()
 
     def run(self) -> None:
         """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between.
@@ -132,7 +139,7 @@ class Trainer:
         metrics, sums = self.update(updates)
         self.sync_sampler()
         self.steps_done += 1
-        report = self._report(collected, len(updates), sums)
+        report = self._report(collected, updates, sums)
         return metrics | collected.counts | report | {"seconds/step": time.perf_counter() - started}
 
     def collect(self) -> Collected:
@@ -150,15 +157,27 @@ class Trainer:
             self.parts.data.load_state_dict(before)
             raise
 
+    def _warn_of_window(self) -> None:
+        tokens = self.config.data.max_prompt_tokens + self.config.rollout.max_completion_tokens
+        if self.parts.log and 0 < self.longest_shared < tokens:
+            self.parts.log.say(
+                f"updates.share_prompts: the model's sliding window of {self.longest_shared} tokens does not cover "
+                f"data.max_prompt_tokens + rollout.max_completion_tokens ({tokens}); longer rollouts get a prompt each"
+            )
+
     @phase("prune")
     def prune(self, groups: list[Group]) -> None:
         """Advantages come from whole groups; what is dropped afterwards costs no forward pass."""
         config, kl = self.config, self.config.loss.kl_coef > 0
         assign_advantages(groups, preset=config.advantage.preset)
         self.parts.posterior.assign(groups)
+        advantages = [[rollout.advantage for rollout in group.rollouts] for group in groups]
         prune(groups, config.prune, config.advantage, kl=kl, seed=config.seed, step=self.steps_done)
+        if config.prune.method == "cppo_batch":
+            cut_step(groups, distributed.gather_lists(sizes(groups)), keep_fraction=config.prune.keep_fraction)
         if config.prune.align > 1:
             put_back(groups, distributed.gather_lists(offers(groups, kl=kl)), multiple=config.prune.align)
+        measure_fidelity(groups, advantages)
 
     @phase("prune")
     def learn(self, collected: Collected) -> None:
@@ -170,7 +189,10 @@ class Trainer:
     @phase("pack")
     def pack(self, groups: list[Group]) -> list[Update]:
         divisor, config = self.config.prune.divisor, self.config.updates
-        mine = [(group.number, packing.to_train_group(group, divisor=divisor)) for group in groups]
+        mine = [
+            (group.number, packing.to_train_group(group, divisor=divisor, longest_shared=self.longest_shared))
+            for group in groups
+        ]
         everywhere = [group for _, group in sorted(distributed.gather_lists(mine), key=lambda numbered: numbered[0])]
         if config.rollouts_per_update is None:
             parts = packing.split_minibatches(everywhere, config.minibatches)
@@ -186,14 +208,16 @@ class Trainer:
             tokens_per_microbatch=self.config.updates.tokens_per_microbatch,
             shape=self.parts.shape,
         )
-        mine = plan[distributed.rank()]
-        batches = [packing.pack([sequences[i] for i in members]).to(self.parts.device) for members in mine]
-        return Update(batches, packing.divisor(groups), len(sequences))
+        mine = [[sequences[i] for i in members] for members in plan[distributed.rank()]]
+        batches = [packing.pack(members).to(self.parts.device) for members in mine]
+        flops = sum(packing.microbatch_flops(members, self.parts.shape) for members in mine)
+        return Update(batches, packing.divisor(groups), len(sequences), flops)
 
     @phase("score")
     @torch.no_grad()
     def score(self, updates: list[Update]) -> None:
-        """Old and reference logprobs, each only where the loss needs them."""
+        """Once, the check of shared prompts; old and reference logprobs, each only where the loss needs them."""
+        self.sharing_check.run(self.parts.policy, [batch for update in updates for batch in update.batches])
         config = self.config.updates
         several = len(updates) * config.epochs > 1
         for batch in (batch for update in updates for batch in update.batches):
@@ -210,7 +234,7 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, step=self.steps_done, total_steps=self.total_steps)
         for group in self.parts.optimizer.param_groups:
             group["lr"] = rate
-        sums = {name: torch.zeros((), device=self.parts.device) for name in self._sum_names()}
+        sums = {name: torch.zeros((), device=self.parts.device) for name in sum_names(self.objective)}
         norms: list[float] = []
         planned = updates * self.config.updates.epochs
         for update in planned:
@@ -225,31 +249,20 @@ class Trainer:
         }
         return metrics, sums
 
-    def _sum_names(self) -> list[str]:
-        kl = ["kl"] if self.objective.kl_coef > 0 else []
-        return ["loss", "update_tokens", "entropy", "sampler_gap", "clipped_low", "clipped_high", "ratio", *kl]
-
     def _backward(self, update: Update, sums: dict[str, Tensor]) -> None:
+        # FSDP averages gradients over ranks: every rank divides by its share of the whole update's divisor.
+        ranks = distributed.world_size()
+        divisor = packing.Divisor(update.divisor.loss_tokens / ranks, update.divisor.loss_sequences / ranks)
+        limit = self.config.rollout.max_completion_tokens
         for number, batch in enumerate(update.batches, start=1):
             distributed.set_last_microbatch(self.parts.policy, number == len(update.batches))
-            logprobs, entropy = self.parts.policy(batch)
-            loss, stats = policy_loss(
-                logprobs,
-                batch,
-                self.objective,
-                divisor=update.divisor,
-                max_completion_tokens=self.config.rollout.max_completion_tokens,
+            evaluate = partial(
+                policy_loss, batch=batch, objective=self.objective, divisor=divisor, max_completion_tokens=limit
             )
-            # FSDP averages gradients over ranks; the loss is already divided by the whole update's divisor.
-            (loss * distributed.world_size()).backward()
-            stats |= {
-                "loss": loss.detach(),
-                "update_tokens": torch.tensor(float(batch.targets.numel())),
-                "entropy": entropy.detach().sum(),
-                "sampler_gap": (logprobs.detach() - batch.rollout_logprobs).abs().sum(),
-            }
-            for name, value in stats.items():
-                sums[name] += value
+            loss, parts = self.parts.policy(batch, evaluate)
+            loss.backward()
+            for name, value in parts.items():
+                sums[name] += value / ranks if name == "loss" else value
 
     def _optimizer_step(self) -> list[float]:
         """Clip and step; return the gradient norm, or nothing where it was not finite and the update was skipped."""
@@ -313,15 +326,22 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.steps_done == self.total_steps or (every > 0 and self.steps_done % every == 0)
 
-    def _report(self, collected: Collected, updates: int, sums: dict[str, Tensor]) -> dict[str, float]:
+    def _report(self, collected: Collected, updates: list[Update], sums: dict[str, Tensor]) -> dict[str, float]:
         terms, groups = self.config.reward.terms, [*collected.groups, *collected.left_out]
         if self.config.log.rollouts:
             records = distributed.gather_to_first(step_report.rollout_records(groups, self.steps_done))
             if self.parts.log:
                 self.parts.log.rollouts(records)
-        passes = savings.Passes.of(self.config, updates=updates)
-        local = step_report.rollout_sums(groups, terms) | savings.flop_sums(groups, self.parts.shape, passes)
-        return step_report.step_metrics(step_report.add_up(local, sums), terms)
+        flops = savings.flop_sums(
+            groups,
+            self.parts.shape,
+            savings.Passes.of(self.config, updates=len(updates)),
+            forward=sum(update.flops for update in updates),
+            longest_shared=self.longest_shared,
+        )
+        local = step_report.rollout_sums(groups, terms) | flops
+        metrics = step_report.step_metrics(step_report.add_up(local, sums), terms)
+        return metrics | savings.generation_saved(metrics, collected.counts["prompts/drawn"], self.config.budget)
 
     def _log(self, metrics: dict[str, float]) -> None:
         metrics = self._with_seconds(metrics)

@@ -1,6 +1,7 @@
 """Pruning: the two rules, weights that keep the balance, and rollouts that may be left out for free."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -148,6 +149,12 @@ def test_zero_advantages_are_free_only_without_kl():
         assert all(counted(r) for g in (dead, live) for r in g.rollouts)
 
 
+def test_zero_advantages_are_kept_where_the_config_says_so():
+    dead, live = make_group([[1], [2]], [1.0, 1.0]), make_group([[1], [2], [3]], [0.0, 0.5, 1.0])
+    prune([dead, live], PruneConfig(method="none", zero_advantage="keep"), kl=False)
+    assert (kept(dead), kept(live)) == ([0, 1], [0, 1, 2])
+
+
 def test_a_dead_group_keeps_one_of_each_kind_under_kl():
     group = make_group([[1, 2], [1, 2], [8, 9]], [1.0] * 3)
     prune([group], PruneConfig(), kl=True)
@@ -235,10 +242,10 @@ def test_without_pruning_the_update_is_plain_grpo(kind, kl_coef, make_lm):
     sequences = [s for part in parts for s in part.sequences]
     assert len(sequences) == (12 if kl_coef else 8), "rollouts of zero advantage cost a forward pass only under KL"
     batch = pack(sequences)
-    logprobs = policy(batch)[0]
-    batch.ref_logprobs = logprobs.detach() - 0.1
+    batch.ref_logprobs = policy(batch)[0].detach() - 0.1
     objective = build_objective(LossConfig(kind=kind, kl_coef=kl_coef))
-    loss, _ = policy_loss(logprobs, batch, objective, divisor=divisor(parts), max_completion_tokens=10)
+    how = {"batch": batch, "objective": objective, "divisor": divisor(parts), "max_completion_tokens": 10}
+    loss, _ = policy(batch, partial(policy_loss, **how))
     assert float(loss.detach()) == pytest.approx(float(truth.detach()), abs=1e-6)
     for ours, right in zip(torch.autograd.grad(loss, list(policy.parameters())), expected, strict=True):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-6)

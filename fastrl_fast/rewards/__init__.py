@@ -31,6 +31,7 @@ __all__ = [
     "format_reward",
     "math_reward",
     "number_reward",
+    "overlong_penalty",
     "reasoning_gym_reward",
     "total",
 ]
@@ -58,6 +59,11 @@ def total(terms: Sequence[Term], values: Mapping[str, float | None]) -> float:
         value = values[term.name]
         reward += nan if value is None else term.weight * value
     return reward
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
+    """0 up to `limit` - `buffer` tokens, falling from there to -1 at `limit` (DAPO, arXiv 2503.14476)."""
+    return -max(0, length - (limit - buffer)) / buffer if buffer else 0.0
 
 
 class Handle:
@@ -111,8 +117,17 @@ class Grader:
         self._lock = threading.Lock()
         self._open()
 
-    def submit(self, prompts: list[Any], completions: list[Any], columns: Mapping[str, list[Any]]) -> Handle:
+    def submit(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        columns: Mapping[str, list[Any]],
+        *,
+        expected: int | None = None,
+    ) -> Handle:
         """Start grading and return at once; `columns` holds one value per completion, such as `answer`.
+
+        `expected` completions in all are to come in several submissions: calls are as large as for one of all.
 
         Rewards use: `answer` (math, exact, number), `finish_reason` (math), `rg_dataset` and `rg_entry`
         (reasoning_gym), `completion_ids` (EasyR1's response_length); a user's function gets every column. Raises
@@ -125,7 +140,7 @@ class Grader:
         tasks = []
         for term, reward in enumerate(self._rewards):
             taken = reward.columns(dict(columns))
-            size = self._chunk_size(len(completions))
+            size = self._chunk_size(expected or len(completions))
             calls = [
                 Call(
                     term=term,

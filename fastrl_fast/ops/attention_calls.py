@@ -1,0 +1,142 @@
+"""Attention from some rows of a packed row to others that also says, and takes, the log-sum-exp of the scores.
+
+q, out [T, heads, D], k, v [T, kv heads, D], lse [T, heads] float32 (float64 for float64): all as one packed row.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Rows = slice | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """Offsets [B + 1] int32 of B blocks in the queries and in the keys of a call, and the longest of each."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Which rows ask which: a slice of T, [n, L] indices of n equal blocks, or [R] indices of blocks cut by `borders`.
+
+    `causal` blocks look at themselves up to the query; others look at all keys of their block.
+    """
+
+    queries: Rows
+    keys: Rows
+    causal: bool
+    borders: Borders | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """score = softcap(scale q.k), softcap(x) = c tanh(x / c); a causal query sees itself and window - 1 before it."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Blocks:
+    """Calls without borders: torch's flash attention for the CPU, or matrix products where that cannot serve."""
+
+    def __init__(self, q: Tensor, k: Tensor, scores: Scores) -> None:
+        self.kv_heads = k.shape[1]
+        self.repeats = q.shape[1] // k.shape[1]
+        self.scores = scores
+        self.products = q.is_cuda or scores.softcap is not None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """out and lse of the call's queries."""
+        heads = self._queries(q, call.queries), self._keys(k, call.keys), self._keys(v, call.keys)
+        mask = self._mask(call, heads[0])
+        if self.products:
+            out, lse = _products_forward(*heads, mask, self.scores)
+        else:
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads, 0.0, call.causal and mask is None, attn_mask=mask, scale=self.scores.scale
+            )
+        return self._rows(out, call.queries), self._rows(lse, call.queries)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the call's queries, keys and values, given the merged out and lse."""
+        g, qs, outs = (self._queries(x, call.queries) for x in (grad, q, out))
+        sums = self._queries(lse[..., None], call.queries)[..., 0]
+        ks, vs = self._keys(k, call.keys), self._keys(v, call.keys)
+        mask = self._mask(call, qs)
+        if self.products:
+            gq, gk, gv = _products_backward(g, qs, ks, vs, outs, sums, mask, self.scores)
+        else:
+            gq, gk, gv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, qs, ks, vs, outs, sums, 0.0, call.causal and mask is None, attn_mask=mask, scale=self.scores.scale
+            )
+        return self._rows(gq, call.queries), self._key_rows(gk, call.keys), self._key_rows(gv, call.keys)
+
+    def _queries(self, x: Tensor, rows: Rows) -> Tensor:
+        """[n x kv heads, repeats, L, D]: queries that share a key head lie side by side, a view where rows is a
+        slice."""
+        blocks = x[rows].unsqueeze(0) if isinstance(rows, slice) else x[rows]
+        return blocks.unflatten(2, (self.kv_heads, self.repeats)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+
+    def _keys(self, x: Tensor, rows: Rows) -> Tensor:
+        """[n x kv heads, repeats, S, D], repeated by a stride of zero: older kernels know no grouped queries."""
+        blocks = x[rows].unsqueeze(0) if isinstance(rows, slice) else x[rows]
+        return blocks.transpose(1, 2).flatten(0, 1).unsqueeze(1).expand(-1, self.repeats, -1, -1)
+
+    def _rows(self, x: Tensor, rows: Rows) -> Tensor:
+        """Undo _queries."""
+        blocks = x.unflatten(0, (-1, self.kv_heads)).movedim(3, 1).flatten(2, 3)
+        return blocks.squeeze(0) if isinstance(rows, slice) else blocks
+
+    def _key_rows(self, x: Tensor, rows: Rows) -> Tensor:
+        """Undo _keys, adding up what the repeated heads got."""
+        blocks = x.sum(1).unflatten(0, (-1, self.kv_heads)).transpose(1, 2)
+        return blocks.squeeze(0) if isinstance(rows, slice) else blocks
+
+    def _mask(self, call: Call, q: Tensor) -> Tensor | None:
+        """What to add to the scores of a causal call; None where causality alone says it."""
+        length, window = q.shape[2], self.scores.window
+        reach = length if window is None else min(window, length)
+        if not call.causal or (reach == length and not self.products):
+            return None
+        age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None]
+        seen = (age >= 0) & (age < reach)
+        return torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -math.inf)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor | None]:
+    """Scores in at least float32, and their slope where they are capped: d softcap(x) / dx = 1 - (softcap(x) / c)^2."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    s = (q.to(dtype) @ k.to(dtype).mT) * scores.scale
+    slope = None
+    if scores.softcap is not None:
+        tanh = torch.tanh(s / scores.softcap)
+        s, slope = scores.softcap * tanh, 1 - tanh**2
+    return (s if mask is None else s + mask), slope
+
+
+def _products_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor]:
+    s, _ = _scores(q, k, mask, scores)
+    lse = torch.logsumexp(s, -1)
+    return (torch.exp(s - lse[..., None]) @ v.to(s.dtype)).to(q.dtype), lse
+
+
+def _products_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    s, slope = _scores(q, k, mask, scores)
+    p = torch.exp(s - lse[..., None])
+    g, qs, ks, vs, outs = (x.to(s.dtype) for x in (grad, q, k, v, out))
+    ds = p * (g @ vs.mT - (g * outs).sum(-1, keepdim=True)) * scores.scale
+    if slope is not None:
+        ds = ds * slope
+    return (ds @ ks).to(q.dtype), (ds.mT @ qs).to(k.dtype), (p.mT @ g).to(v.dtype)
