@@ -7,6 +7,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ class Checkpointer:
             record = distributed.broadcast_object(_read_record(folder) if distributed.rank() == 0 else {})
             _check_format(folder, record)
             try:
-                distributed.together(lambda folder=folder, record=record: _load(folder, record, model, optimizer))
+                distributed.together(partial(_load, folder, record, model, optimizer))
             except ValueError as error:
                 reason = str(error)
                 warnings.warn(f"checkpoint {folder} cannot be read: {reason}", stacklevel=2)

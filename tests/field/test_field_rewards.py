@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fastrl_fast.config import RewardConfig
-from fastrl_fast.rewards import Grader, equal, format_reward, math_reward, total
+from fastrl_fast.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
+from fastrl_fast.rewards import Grader, equal, format_reward, math_reward, overlong_penalty, total
 from fastrl_fast.rewards.answers import find_boxes, last_box
 from fastrl_fast.rewards.user import as_scores, load
 
@@ -211,3 +211,16 @@ def test_R35_truth_values_are_numbers_and_dicts_are_told() -> None:
     assert as_scores("f", [True, numpy.bool_(False), numpy.float32(0.5)], 3) == [1.0, 0.0, 0.5]
     with pytest.raises(ValueError, match=r"a dict with the keys \['score', 'acc'\]"):
         as_scores("f", [{"score": 1.0, "acc": 1}], 1)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(12, 0.0), (13, -0.25), (14, -0.5), (16, -1.0)])
+def test_R32_the_length_penalty_falls_over_its_buffer(length: int, penalty: float) -> None:
+    assert overlong_penalty(length, limit=16, buffer=4) == penalty
+    assert overlong_penalty(length, limit=16, buffer=0) == 0.0, "off"
+    with pytest.raises(ValueError, match=r"reward\.overlong_buffer"):
+        Config(
+            model=ModelConfig(path="m"),
+            data=DataConfig(path="d"),
+            reward=RewardConfig(overlong_buffer=20),
+            rollout=RolloutConfig(max_completion_tokens=16),
+        )
