@@ -203,8 +203,8 @@ def test_importance_weights_of_several_updates_are_those_of_the_first(make_train
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "gspo_token", "cispo"])
 def test_later_updates_of_a_step_are_clipped(make_trainer, kind: str) -> None:
-    """L10, L11: with bounds of almost nothing every token with an advantage has moved out of them or against it by the second
-    epoch."""
+    """L10, L11: with bounds of almost nothing every token with an advantage has moved out of them or against it by the
+    second epoch."""
     bounds = LossConfig(kind=kind, clip_low=1e-6, clip_high=1e-6)
     metrics = make_trainer(loss=bounds, updates=UpdatesConfig(epochs=2)).step()
     clipped = metrics["policy/clipped_low"] + metrics["policy/clipped_high"]
