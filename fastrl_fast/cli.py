@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import jsonargparse
 import yaml
 
+from . import plain_yaml
 from .config import Config
 from .foreign_names import translate
 
@@ -184,7 +185,7 @@ def _rule(kind: Any) -> str:
 
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML that `--config` reads again."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    return plain_yaml.dump(to_dict(config))
 
 
 def to_dict(config: Config) -> dict[str, Any]:

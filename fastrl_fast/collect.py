@@ -25,6 +25,10 @@ COUNTS = ("prompts/drawn", "prompts/skipped", "collect/tries", "collect/rounds")
 """Prompts taken from the data, those of them that the budget skipped, tries, and rounds of sampling."""
 
 
+class ShortStep(ValueError):
+    """The tries of a step ran out, on all ranks alike."""
+
+
 @dataclass(slots=True)
 class Collected:
     """This rank's groups to train on, its groups that were left out, and counts that are the same on all ranks."""
@@ -156,7 +160,7 @@ class Collector:
         """The tries ran out: do what the config says, the same on every rank."""
         settings = self.config.budget
         if settings.when_short == "stop":
-            raise ValueError(
+            raise ShortStep(
                 f"budget.tries must be greater than {settings.tries} for this data, or budget.when_short other than "
                 f"stop: {found} of {self.config.data.prompts_per_step} groups were found for a step"
             )

@@ -253,6 +253,8 @@ class CheckpointConfig:
     """Save every this many steps, and after the last; 0 = only after the last."""
     keep: int = 2
     """Newest checkpoints kept; an older one is removed only after a newer one is complete."""
+    keep_best: bool = True
+    """Keep also the checkpoint that was best on held-out prompts, of those measured at the step they were saved at."""
 
     def __post_init__(self) -> None:
         not_negative("checkpoint", every=self.every)

@@ -92,12 +92,18 @@ def share(count: int) -> slice:
     return slice(start, start + size + (rank() < longer))
 
 
-def gather_lists(items: list[T]) -> list[T]:
+def side_group() -> dist.ProcessGroup | None:
+    """A second group of all ranks, for a thread whose collectives must not meet the main thread's; None means the first
+    and only rank. All ranks call this together."""
+    return dist.new_group(backend="gloo") if world_size() > 1 else None
+
+
+def gather_lists(items: list[T], *, group: dist.ProcessGroup | None = None) -> list[T]:
     """The items of all ranks, in rank order, on every rank."""
     if world_size() == 1:
         return items
     parts: list[Any] = [None] * world_size()
-    dist.all_gather_object(parts, items)
+    dist.all_gather_object(parts, items, group=group)
     return [item for part in parts for item in part]
 
 
@@ -125,7 +131,7 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
-def together(work: Callable[[], T]) -> T:
+def together(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Do the same work on every rank; where it raises ValueError on any, every rank raises one.
 
     A rank raises its own, with its traceback, and one that had none the message of the first that had.
@@ -135,7 +141,7 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except ValueError as error:
         problem = error
-    messages = gather_lists([None if problem is None else str(problem)])
+    messages = gather_lists([None if problem is None else str(problem)], group=group)
     if problem is not None:
         raise problem
     for message in messages:

@@ -205,9 +205,13 @@ def _installed(name: str) -> bool:
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    # A lone surrogate has no UTF-8; its backslash form is how JSON writes it anyway.
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    """Raises ValueError where it cannot be written, a full disk say."""
+    try:
+        # A lone surrogate has no UTF-8; its backslash form is how JSON writes it anyway.
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    except OSError as error:
+        raise ValueError(f"run_dir: cannot write {path}: {error}") from error
 
 
 def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

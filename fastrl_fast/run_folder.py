@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from . import plain_yaml
+
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -50,7 +52,7 @@ def open_run_folder(settings: dict[str, Any], recipe: str, *, total_steps: int) 
             if (done := finished_steps(folder)) >= total_steps:
                 raise ValueError(f"run_dir: {folder} holds a finished run of {done} steps; raise --max_steps to go on")
     try:
-        _write_whole(folder / CONFIG_FILE, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        _write_whole(folder / CONFIG_FILE, plain_yaml.dump(settings))
     except OSError as error:
         raise ValueError(f"run_dir: cannot write to {folder}: {error}") from error
     return folder

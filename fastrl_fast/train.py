@@ -19,6 +19,7 @@ from .checkpoint import Checkpointer
 from .config import Config
 from .data import PromptData
 from .grading import grading_columns
+from .interrupt import Interrupted
 from .metrics import RunLog, check_trackers
 from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
 from .optimizer import build_optimizer
@@ -53,7 +54,8 @@ class Inputs:
 
 
 def train(config: Config, recipe: str, device: torch.device) -> int:
-    """Check everything that can be wrong, then load, train and say what was learnt."""
+    """Check everything that can be wrong, then load, train and say what was learnt; the exit code, 128 + the signal's
+    number for a run that a signal ended."""
     with distributed.together(lambda: build_grader(config.reward)) as grader:
         inputs = distributed.together(lambda: load_inputs(config, grader))
         total_steps = plan.total_steps(config, prompts=len(inputs.data))
@@ -62,7 +64,13 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
             parts = build_parts(config, inputs, grader, device, folder=folder, log=log)
             trainer = Trainer(config, parts, total_steps=total_steps)
             _start(trainer)
-            trainer.run()
+            try:
+                trainer.run()
+            except Interrupted as interrupted:
+                if log:
+                    done = trainer.steps_done
+                    log.say(f"ended by {interrupted} after step {done}; the same command goes on: {folder}")
+                return 128 + interrupted.number
             if log:
                 _finish(trainer, folder, log)
     return 0
@@ -108,7 +116,9 @@ def build_parts(
         budget=build_budget(config, prompts=len(inputs.data)),
         posterior=Posterior(config.advantage),
         accuracy=inputs.accuracy,
-        checkpointer=Checkpointer(folder / "checkpoints", keep=config.checkpoint.keep),
+        checkpointer=Checkpointer(
+            folder / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        ),
         log=log,
         device=device,
     )

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from .advantage import Posterior, assign_advantages
 from .alarms import Alarms
 from .budget import Budget
 from .checkpoint import Checkpointer
-from .collect import Collected, Collector
+from .collect import Collected, Collector, ShortStep
 from .config import Config
 from .data import PromptData
+from .interrupt import Interrupt, Interrupted, InterruptibleGrader, InterruptibleSampler
 from .loss import build_objective, policy_loss, sum_names
 from .metrics import Clock, RunLog, phase
 from .model import Policy, full_weights
@@ -28,6 +30,8 @@ from .types import Group, PackedBatch
 
 BAD_GRADIENTS_IN_A_ROW = 5
 """An update whose gradient is not finite is skipped on all ranks; after this many in a row the run stops."""
+SECONDS_TO_SETTLE = 15.0
+"""A run that ends by an error gives a save in flight so long; torchrun kills what is left 30 s after a rank failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,8 +73,13 @@ class Trainer:
         self.total_steps = total_steps
         self.objective = build_objective(config.loss)
         self.clock = Clock(on_phase=parts.log.during if parts.log else None)
-        self.collector = Collector(config, parts.data, parts.sampler, parts.grader, parts.budget, self.clock)
+        self.interrupt = Interrupt()
+        self.sampler = InterruptibleSampler(parts.sampler, self.interrupt)
+        grader = cast(Grader, InterruptibleGrader(parts.grader, self.interrupt))
+        self.collector = Collector(config, parts.data, self.sampler, grader, parts.budget, self.clock)
         self.steps_done = 0
+        self.saved_at = 0
+        self.unlogged: dict[str, float] | None = None
         self.accuracy_before: dict[str, float] = {}
         self.accuracy_after: dict[str, float] = {}
         self.bad_gradients = 0
@@ -80,25 +89,51 @@ class Trainer:
         self._warn_of_window()
 
     def run(self) -> None:
-        """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between."""
+        """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between.
+
+        Raises Interrupted on all ranks after SIGTERM or Ctrl-C on any, with what was done saved, and ValueError where a
+        checkpoint cannot be written.
+        """
+        with self.interrupt.listening():
+            try:
+                self._run()
+                self.parts.checkpointer.wait()
+            except Interrupted:
+                if self.steps_done > self.saved_at:
+                    self.save()
+                self.parts.checkpointer.wait()
+                raise
+            finally:
+                self.parts.checkpointer.settle(SECONDS_TO_SETTLE)
+
+    def _run(self) -> None:
         if self.steps_done == 0:
             self.accuracy_before = self.evaluate()
             self.clock.take()
-        while self.steps_done < self.total_steps:
-            metrics = self.step()
-            if self._due(self.config.eval.every):
-                self.accuracy_after = self.evaluate()
-                metrics |= {f"eval/{name}": value for name, value in self.accuracy_after.items()}
-            self._log(metrics)
-            if self._due(self.config.checkpoint.every):
-                self.save()
+        while self.steps_done < self.total_steps or self.unlogged is not None:
+            if self.unlogged is None:
+                self.unlogged = self.step()
+            self._end_step(self.unlogged)
         if not self.accuracy_after:
             self.accuracy_after = self.evaluate()
+
+    def _end_step(self, metrics: dict[str, float]) -> None:
+        """Measure, log and save where it is due; a run that was left before that starts with it."""
+        self.accuracy_after = {}
+        if self._due(self.config.eval.every):
+            self.accuracy_after = self.evaluate()
+        self._log(metrics | {f"eval/{name}": value for name, value in self.accuracy_after.items()})
+        self.unlogged = None
+        if any(distributed.gather_lists([self.parts.checkpointer.failed])):
+            self.parts.checkpointer.wait()
+        if self._due(self.config.checkpoint.every):
+            self.save()
+        self.interrupt.check()
 
     def step(self) -> dict[str, float]:
         """Sample, grade, decide what is worth training on, update; return the step's metrics over all ranks."""
         started = time.perf_counter()
-        collected = self.collector.collect(self.steps_done)
+        collected = self.collect()
         self.prune(collected.groups)
         self.learn(collected)
         updates = self.pack(collected.groups)
@@ -108,6 +143,21 @@ class Trainer:
         self.steps_done += 1
         report = self._report(collected, updates, sums)
         return metrics | collected.counts | report | {"seconds/step": time.perf_counter() - started}
+
+    def collect(self) -> Collected:
+        """The step's graded groups; where a rank was asked to stop it is Interrupted, as if the step had not begun."""
+        before = self.parts.data.state_dict()
+        try:
+            try:
+                collected = self.collector.collect(self.steps_done)
+            except ShortStep:
+                self.interrupt.check()  # then it is short because it was cut short
+                raise
+            self.interrupt.check()
+            return collected
+        except Interrupted:
+            self.parts.data.load_state_dict(before)
+            raise
 
     def _warn_of_window(self) -> None:
         tokens = self.config.data.max_prompt_tokens + self.config.rollout.max_completion_tokens
@@ -243,29 +293,37 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         if self.parts.accuracy is None:
             return {}
-        return self.parts.accuracy.measure(self.parts.sampler)
+        accuracy = self.parts.accuracy.measure(self.sampler)
+        self.interrupt.check()
+        return accuracy
 
     @phase("save")
     def save(self) -> None:
-        state = {
+        """Start to write a checkpoint; training may go on."""
+        state: dict[str, Any] = {
             "data": self.parts.data.state_dict(),
             "budget": self.parts.budget.state_dict(),
             "posterior": self.parts.posterior.state_dict(),
             "accuracy_before": self.accuracy_before,
+            "accuracy": self.accuracy_after,
+            "unlogged": self.unlogged and self._with_seconds(self.unlogged),
         }
         self.parts.checkpointer.save(self.steps_done, self.parts.policy, self.parts.optimizer, state)
+        self.saved_at = self.steps_done
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint; False where there is none."""
         state = self.parts.checkpointer.load_newest(self.parts.policy, self.parts.optimizer)
         if state is None:
             return False
-        self.steps_done = state["step"]
+        self.steps_done = self.saved_at = state["step"]
         self.parts.data.load_state_dict(state["data"])
         self.parts.budget.load_state_dict(state["budget"])
         self.parts.posterior.load_state_dict(state["posterior"])
-        self.accuracy_before = state["accuracy_before"]
+        self.accuracy_before, self.accuracy_after = state["accuracy_before"], state["accuracy"]
+        self.unlogged = state["unlogged"]
         self.sync_sampler()
+        self.clock.take()
         return True
 
     def _due(self, every: int) -> bool:
@@ -290,7 +348,11 @@ class Trainer:
         return metrics | savings.generation_saved(metrics, collected.counts["prompts/drawn"], self.config.budget)
 
     def _log(self, metrics: dict[str, float]) -> None:
-        seconds = {f"seconds/{name}": value for name, value in self.clock.take().items()}
+        metrics = self._with_seconds(metrics)
         if self.parts.log:
             metrics |= self.alarms.check(metrics, self.parts.log.alarm)
-            self.parts.log.step(self.steps_done, metrics | seconds | savings.seconds_saved(metrics, seconds))
+            self.parts.log.step(self.steps_done, metrics | savings.seconds_saved(metrics, metrics))
+
+    def _with_seconds(self, metrics: dict[str, float]) -> dict[str, float]:
+        """With the seconds of each phase since the last time; those that a resumed run finds there already stay."""
+        return {f"seconds/{name}": value for name, value in self.clock.take().items()} | metrics

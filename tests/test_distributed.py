@@ -24,7 +24,7 @@ def test_shares_cover_everything_once_and_evenly(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_error_of_another_rank_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "gather_lists", lambda mine: [*mine, None, "theirs", "later"])
+    monkeypatch.setattr(distributed, "gather_lists", lambda mine, group: [*mine, None, "theirs", "later"])
     with pytest.raises(ValueError, match=r"^theirs$"):
         distributed.together(lambda: 3)
 
@@ -32,7 +32,7 @@ def test_an_error_of_another_rank_is_raised_here(monkeypatch: pytest.MonkeyPatch
 def test_an_error_of_this_rank_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """cli.run tells a user's mistake from a defect of a library by where the error was raised."""
     gathered: list[list[str | None]] = []
-    monkeypatch.setattr(distributed, "gather_lists", lambda mine: [gathered.append(mine), *mine][1:])
+    monkeypatch.setattr(distributed, "gather_lists", lambda mine, group: [gathered.append(mine), *mine][1:])
     with pytest.raises(ValueError, match="invalid literal") as raised:
         distributed.together(lambda: int("x"))
     assert raised.traceback[-1].frame.code.name == "<lambda>"

@@ -152,7 +152,7 @@ def test_the_order_of_threads_changes_no_bit(library):
 
 
 def test_offsets_above_32_bits(library):
-    """Two rows that lie 2^31 floats apart; of the memory in between no page is touched."""
+    """K08: two rows that lie 2^31 floats apart; of the memory in between no page is touched."""
     stride, cols = 2**31 + 8, 5
     reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
     memory = np.frombuffer(mmap.mmap(-1, 4 * (stride + cols), flags=reserve), np.float32)

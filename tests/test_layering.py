@@ -15,7 +15,7 @@ KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 RANKS = {
     0: ["config", "types", "rules", "foreign_names", "method_config", "draws", "drop_reasons"],
     1: ["ops"],
-    2: ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer", "rewards", "demo"],
+    2: ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer", "plain_yaml", "rewards", "demo"],
     3: [
         "data",
         "builtin",
@@ -31,8 +31,8 @@ RANKS = {
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "grading", "plan", "report", "sharing_check", "trainer"],
-    5: ["train", "evaluate", "export", "console", "demo.pretrain"],
+    4: ["accuracy", "collect", "grading", "interrupt", "plan", "report", "sharing_check", "trainer"],
+    5: ["train", "evaluate", "export", "console", "doctor", "demo.pretrain"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 

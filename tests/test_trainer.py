@@ -203,8 +203,8 @@ def test_importance_weights_of_several_updates_are_those_of_the_first(make_train
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "gspo_token", "cispo"])
 def test_later_updates_of_a_step_are_clipped(make_trainer, kind: str) -> None:
-    """With bounds of almost nothing every token with an advantage has moved out of them or against it by the second
-    epoch."""
+    """L10, L11: with bounds of almost nothing every token with an advantage has moved out of them or against it by the
+    second epoch."""
     bounds = LossConfig(kind=kind, clip_low=1e-6, clip_high=1e-6)
     metrics = make_trainer(loss=bounds, updates=UpdatesConfig(epochs=2)).step()
     clipped = metrics["policy/clipped_low"] + metrics["policy/clipped_high"]
@@ -224,7 +224,7 @@ def test_rollout_logprobs_as_old_ones_give_the_same_step_where_nothing_differs(m
 
 
 def test_a_stop_between_steps_leaves_no_trace(make_trainer) -> None:
-    """Invariant (c), with everything that has a state: two updates a step, epochs, a reference, a warm-up."""
+    """C12 and invariant (c), with everything that has a state: two updates a step, epochs, a reference, a warm-up."""
     settings = {
         "loss": LossConfig(kind="dapo", kl_coef=0.01),
         "updates": UpdatesConfig(minibatches=2, epochs=2),

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections import Counter
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -76,11 +77,11 @@ class PromptData:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the cursor stands, and in which data."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint()}
+        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; with other data, warns and starts at the beginning."""
-        if state["fingerprint"] != self._fingerprint():
+        if state["fingerprint"] != self._fingerprint:
             warnings.warn(
                 f"{self._path_field}: {self._config.path} is not the data of the checkpoint: starting at its beginning",
                 stacklevel=2,
@@ -89,6 +90,7 @@ class PromptData:
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self._kept:

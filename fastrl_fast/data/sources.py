@@ -161,7 +161,7 @@ def _folder(path: Path, split: str) -> list[Row]:
         if not any(path.iterdir()):
             raise _SourceError(f"the folder {path} is empty")
         return datasets.load_dataset(str(path), split=split).to_list()
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _SourceError(f"can't load split {split!r} of the folder {path}: {_first_line(error)}") from error
 
 

@@ -1,0 +1,157 @@
+"""SIGTERM and Ctrl-C: the run is saved and left by all ranks together; a second Ctrl-C ends it at once."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from . import distributed
+from .rewards import Grader, Handle
+from .rollout import Sampler
+from .types import Group, Prompt, Rollout
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """Every rank has agreed to leave the run, because of `signal` on one of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class _CutShort(BaseException):
+    """Raised by the handler inside work that is thrown away; no `except Exception` of a library may hold it up."""
+
+
+class Interrupt:
+    """Whether this process was asked to stop, and what of its work a request ends at once.
+
+    Sampling and grading may take minutes and leave nothing behind: they are cut short where they are, and what they
+    would have returned is empty. All else runs on to the next `check`, where the ranks agree: a rank that left alone
+    would leave the others waiting for it.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._may_cut = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take note of both signals inside; one that is ignored, as in a job under nohup, stays ignored. In another
+        thread than the main one there are no signals to take note of."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        with _second_ctrl_c_ends():
+            for number, handler in before.items():
+                if handler != signal.SIG_IGN:
+                    signal.signal(number, self._asked)
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number = number
+            if os.environ.get("RANK", "0") == "0":
+                # print may be what was interrupted; the code shows the cursor that a progress bar hides.
+                shown = "\x1b[?25h" if sys.stderr.isatty() else ""
+                text = f"{shown}{signal.Signals(number).name}: saving, then ending; Ctrl-C again ends at once\n"
+                os.write(2, text.encode())
+        if self._may_cut:
+            raise _CutShort
+
+    def cut_short(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """The result of `work`, or of `otherwise` where a request comes before it is done."""
+        try:
+            self._may_cut = True
+            try:
+                if self.number:
+                    raise _CutShort
+                return work()
+            finally:
+                self._may_cut = False
+        except _CutShort:
+            return otherwise()
+
+    def check(self) -> None:
+        """Raise Interrupted on every rank where any was asked to stop; all ranks call this together."""
+        if number := max(distributed.gather_lists([self.number])):
+            raise Interrupted(number)
+
+
+@contextmanager
+def _second_ctrl_c_ends() -> Iterator[None]:
+    """Python runs its handlers in the main thread, which may be waiting for another rank inside a library: a thread
+    is told of signals by their numbers in a pipe."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_count_ctrl_c, args=(reader,), name="ctrl-c", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _count_ctrl_c(reader: int) -> None:
+    pressed = 0
+    while numbers := os.read(reader, 64):
+        pressed += numbers.count(signal.SIGINT)
+        if pressed >= 2:
+            os._exit(128 + signal.SIGINT)
+    os.close(reader)
+
+
+class InterruptibleSampler:
+    """A sampler whose completions are all empty once the run was asked to stop."""
+
+    def __init__(self, sampler: Sampler, interrupt: Interrupt) -> None:
+        self._sampler, self._interrupt = sampler, interrupt
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._sampler.load_weights(named)
+
+    def sample(self, prompts: list[Prompt], group_sizes: list[int], **settings: Any) -> list[Group]:
+        def empty() -> list[Group]:
+            sized = zip(prompts, group_sizes, strict=True)
+            return [Group(prompt, [Rollout([], [], "length") for _ in range(size)]) for prompt, size in sized]
+
+        return self._interrupt.cut_short(lambda: self._sampler.sample(prompts, group_sizes, **settings), empty)
+
+
+class InterruptibleGrader:
+    """A grader that finds nothing gradable once the run was asked to stop."""
+
+    def __init__(self, grader: Grader, interrupt: Interrupt) -> None:
+        self._grader, self._interrupt = grader, interrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grader, name)
+
+    def submit(self, prompts: list[Any], completions: list[Any], *rest: Any, **settings: Any) -> "InterruptibleHandle":
+        handle = self._grader.submit(prompts, completions, *rest, **settings)
+        nothing: dict[str, float | None] = {term.name: None for term in self._grader.terms}
+        return InterruptibleHandle(handle, [nothing] * len(completions), self._interrupt)
+
+
+class InterruptibleHandle:
+    """A batch being graded, which nobody waits for once the run was asked to stop."""
+
+    def __init__(self, handle: Handle, nothing: list[dict[str, float | None]], interrupt: Interrupt) -> None:
+        self._handle, self._nothing, self._interrupt = handle, nothing, interrupt
+
+    def result(self) -> list[dict[str, float | None]]:
+        return self._interrupt.cut_short(self._handle.result, lambda: self._nothing)

@@ -1,0 +1,155 @@
+"""Public bug reports about data, installing and the command line, each on its smallest input."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_data import make_data, write
+
+from fastrl_fast import cli
+from fastrl_fast.run_folder import open_run_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ValueError) as error:
+        cli.parse(list(argv), prog="train")
+    return str(error.value)
+
+
+def test_D03_a_prompt_that_is_too_long_is_dropped_in_every_form(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * 40}, {"prompt": "y" * 4}]
+    data = make_data(write(tmp_path / "d.jsonl", rows), max_prompt_tokens=30)
+    assert len(data) == 1 and data.dropped_overlong == 1
+    assert [(p.text, len(p.token_ids) <= 30) for p in data.first(2)] == [("y" * 4, True)]
+
+
+def test_D04_fewer_prompts_than_a_step_needs_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    with pytest.raises(ValueError, match=r"data\.prompts_per_step must be at most 3"):
+        make_data(path, prompts_per_step=8)
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens must be at least"):
+        make_data(path, max_prompt_tokens=1)
+
+
+def test_D07_columns_are_found_or_listed(tmp_path: Path) -> None:
+    usual = make_data(write(tmp_path / "a.jsonl", [{"problem": "a", "solution": "1"}]))
+    assert usual.first(1)[0].columns["answer"] == "1"
+    with pytest.raises(ValueError, match=r"^data\.prompt_column .* has task, gold$"):
+        make_data(write(tmp_path / "b.jsonl", [{"task": "a", "gold": "1"}]))
+
+
+def test_V13_one_bos_whoever_writes_it(tmp_path: Path) -> None:
+    from test_data import TOKENIZER
+
+    path = write(tmp_path / "d.jsonl", [{"prompt": "a"}])
+    for template in (True, False):
+        (prompt,) = make_data(path, chat_template=template).first(1)
+        assert prompt.token_ids.count(TOKENIZER.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("text", ["1e-6", "5e-7", "1E-6", "1.0e-6"])
+def test_X01_exponents_are_numbers(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"model: {{path: m}}\ndata: {{path: d}}\noptimizer: {{lr: {text}}}\n")
+    config, _ = cli.parse(["--config", str(tmp_path / "c.yaml")], prog="train")
+    assert config.optimizer.lr == float(text)
+    assert "optimizer.lr" in refused("--optimizer.lr", "fast")
+
+
+def test_X05_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, capsys) -> None:
+    from test_metrics import METRICS
+
+    from fastrl_fast.metrics import RunLog
+
+    class Offline:
+        name = "wandb"
+
+        def log(self, metrics: dict, step: int) -> None:
+            raise OSError("no network")
+
+        def close(self) -> None:
+            return
+
+    log = RunLog(tmp_path, total_steps=2, trackers=[], settings={})
+    log.trackers = [Offline()]  # type: ignore[list-item]
+    for step in (1, 2):
+        log.step(step, METRICS)
+    log.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert capsys.readouterr().out.count("no network") == 1
+
+
+def test_X07_sizes_are_checked_before_a_model_is_loaded() -> None:
+    assert "budget.group_size must be 2 or greater" in refused("--budget.group_size", "1")
+    config, _ = cli.parse(["--data.prompts_per_step", "7", "--budget.group_size", "8"], prog="train")
+    assert config.data.prompts_per_step == 7, "nothing has to divide"
+
+
+def test_X09_there_is_no_search_for_a_batch_size() -> None:
+    assert "unknown key 'auto_find_batch_size'" in refused("--auto_find_batch_size", "true")
+    config, _ = cli.parse(["--updates.tokens_per_microbatch", "64"], prog="train")
+    assert config.updates.tokens_per_microbatch == 64, "memory is bounded by tokens; groups may be split"
+
+
+def test_I01_I06_the_build_needs_no_torch() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    requires = re.search(r"^requires = (\[.*?\])", text, re.M)
+    assert requires is not None and json.loads(requires[1]) == ["scikit-build-core>=0.11", "pybind11>=3.0"]
+    assert "flash-attn" not in text.split("[project.optional-dependencies]")[0]
+    assert "Torch" not in (ROOT / "CMakeLists.txt").read_text().replace("torch's extensions", "")
+
+
+def test_I03_the_number_of_compilers_is_bounded() -> None:
+    text = (ROOT / "CMakeLists.txt").read_text()
+    assert "ENV{MAX_JOBS}" in text and "AVAILABLE_PHYSICAL_MEMORY" in text and "JOB_POOL_COMPILE" in text
+
+
+def test_I04_I08_no_nvcc_and_no_gpu_are_asked_for() -> None:
+    text = (ROOT / "CMakeLists.txt").read_text()
+    assert "check_language(CUDA)" in text, "CUDA is compiled where a compiler is found"
+    assert "80-real 90-real 90-virtual" in text, "architectures are named, no GPU is looked at"
+
+
+@pytest.mark.slow
+def test_I09_nothing_touches_a_gpu_on_import() -> None:
+    code = "import fastrl_fast.train, torch, sys; sys.exit(torch.cuda.is_initialized())"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=120).returncode == 0
+
+
+def test_I12_what_the_rewards_import_is_declared() -> None:
+    import ast
+
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = {"math_verify", "mpmath", "numpy", "torch", "reasoning_gym", "rg"}
+    assert all(name.replace("_", "-") in text or name == "rg" for name in declared)
+    for path in (ROOT / "fastrl_fast" / "rewards").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for name in (name.split(".")[0] for name in names):
+                known = (*declared, "sympy", "latex2sympy2_extended", "")
+                assert name in sys.stdlib_module_names or name in known, name
+
+
+def test_X08_a_folder_that_cannot_be_written_is_told_at_the_start() -> None:
+    config, _ = cli.parse([], prog="train")
+    with pytest.raises(ValueError, match=r"run_dir: cannot make /proc/none"):
+        open_run_folder(cli.to_dict(config) | {"run_dir": "/proc/none"}, "demo", total_steps=2)
+
+
+def test_X08_metrics_that_cannot_be_written_end_the_run_with_one_line(tmp_path: Path) -> None:
+    from test_metrics import METRICS
+
+    from fastrl_fast.metrics import RunLog
+
+    log = RunLog(tmp_path, total_steps=2, trackers=[], settings={})
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"^run_dir: cannot write .*metrics\.jsonl: "):
+        log.step(1, METRICS)
+    log.close()
