@@ -15,7 +15,7 @@ KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 RANKS = {
     0: ["config", "types", "rules", "foreign_names", "method_config", "draws", "drop_reasons"],
     1: ["ops"],
-    2: ["advantage", "prune", "budget", "packing", "loss", "optimizer", "rewards", "demo"],
+    2: ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer", "rewards", "demo"],
     3: [
         "data",
         "builtin",
@@ -52,7 +52,7 @@ NEVER = {
 }
 """Libraries that a rank may not import, not even inside a function."""
 
-PURE = ["advantage", "prune", "budget", "packing", "loss", "optimizer"]
+PURE = ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer"]
 UNCLEAN = [
     "os",
     "io",
