@@ -174,6 +174,8 @@ class UpdatesConfig:
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """`recompute`: one forward pass before the first of several updates (free with a single one); `rollout`: the
     sampler's."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its rollouts in a micro-batch; same gradient, checked on the first micro-batch."""
 
     def __post_init__(self) -> None:
         positive(

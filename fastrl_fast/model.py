@@ -1,6 +1,7 @@
 """The policy: a Hugging Face causal model that reads packed rows and answers with logprobs, never with logits."""
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from .config import ModelConfig
 from .ops import packed_logprobs
 from .ops.packed_attention import packed_attention, segments
+from .ops.prefix_attention import PrefixPlan, plan_prefixes, prefix_attention
 from .packing import ModelShape, pack
 from .types import PackedBatch
 
@@ -47,6 +49,8 @@ def _attention(
         )
     if softcap is not None or s_aux is not None:
         raise ValueError("model.path: models with soft-capped attention scores or attention sinks are not supported")
+    if isinstance(packed_segments, PrefixPlan):
+        return prefix_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
     return packed_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
 
 
@@ -126,7 +130,22 @@ class Policy(nn.Module):
         config = self.lm.config
         embedding = sum(p.numel() for p in self.lm.get_input_embeddings().parameters())
         inner = sum(p.numel() for p in self.decoder.parameters()) - embedding
-        return ModelShape(parameters=inner, layers=config.num_hidden_layers, hidden=config.hidden_size)
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return ModelShape(
+            parameters=inner,
+            layers=config.num_hidden_layers,
+            hidden=config.num_attention_heads * head_size,
+            head=self.head.weight.numel(),
+        )
+
+    @property
+    def longest_shared(self) -> float:
+        """Tokens of prompt and completion up to which a prompt can be shared: a sliding window must cover both."""
+        config = self.lm.config
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        window = getattr(config, "sliding_window", None)
+        slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
+        return window if window is not None and slides else math.inf
 
     @property
     def shard_units(self) -> list[nn.Module]:
@@ -141,7 +160,9 @@ class Policy(nn.Module):
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            packed_segments=segments(batch.cu_seqlens),
+            packed_segments=plan_prefixes(batch.cu_seqlens, batch.prefixes)
+            if batch.prefixes.shape[0]
+            else segments(batch.cu_seqlens),
         ).last_hidden_state[0]
         return self.head(hidden, batch.targets, batch.row_index, self.temperature)
 

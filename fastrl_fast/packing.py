@@ -1,24 +1,27 @@
-"""Kept rollouts to micro-batches: no padding, balanced over ranks, the same number on every rank."""
+"""Kept rollouts to micro-batches: no padding, shared prompts once, balanced over ranks, as many on every rank."""
 
+import heapq
+import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 import torch
 
 from .prune import UNGRADED, counted
-from .types import Group, PackedBatch
+from .types import Group, PackedBatch, Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One rollout as the update needs it."""
+    """One rollout as the update needs it; those of one `group` share a prompt that a row needs to hold only once."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     rollout_logprobs: list[float]
     advantage: float
     weight: float
+    group: int | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -47,25 +50,42 @@ class Divisor:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the cost of a sequence depends on: parameters outside the embedding, layers, hidden size."""
+    """What the cost of a sequence depends on: parameters outside the embedding, layers, width of the attention (heads x
+    head size), and weights of the head, which is paid for completion tokens only."""
 
     parameters: int
     layers: int
     hidden: int
+    head: int = 0
 
     def forward_flops(self, length: int) -> float:
         """2 P L for the weights and 2 x layers x hidden x L^2 for causal attention (scores and values, half of
         them)."""
         return 2.0 * self.parameters * length + 2.0 * self.layers * self.hidden * length**2
 
+    def group_flops(self, prompt: int, completions: list[int]) -> float:
+        """One forward pass over completions of these lengths and their prompt, which is computed once."""
+        alone = self.forward_flops(prompt)
+        behind = (self.forward_flops(prompt + length) - alone + 2.0 * self.head * length for length in completions)
+        return alone + sum(behind)
 
-def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept") -> TrainGroup:
-    """Keep of a pruned group what the update needs; with the divisor `all` every graded rollout counts in it, once."""
-    sequences = [
-        Sequence(group.prompt.token_ids, r.completion_ids, r.rollout_logprobs, r.advantage, r.weight)
-        for r in group.rollouts
-        if r.kept
-    ]
+
+def to_train_group(
+    group: Group, *, divisor: Literal["kept", "all"] = "kept", longest_shared: float = 0
+) -> TrainGroup:
+    """Keep of a pruned group what the update needs.
+
+    With the divisor `all` every graded rollout counts in it, once. Rollouts of at most `longest_shared` tokens, prompt
+    and completion, may share their prompt.
+    """
+    prompt = group.prompt.token_ids
+
+    def sequence(r: Rollout) -> Sequence:
+        shares = len(prompt) + len(r.completion_ids) <= longest_shared
+        number = group.number if shares else None
+        return Sequence(prompt, r.completion_ids, r.rollout_logprobs, r.advantage, r.weight, number)
+
+    sequences = [sequence(r) for r in group.rollouts if r.kept]
     if divisor == "all":
         in_loss = [(1.0, len(r.completion_ids)) for r in group.rollouts if r.drop_reason != UNGRADED]
     else:
@@ -102,61 +122,196 @@ def split_by_rollouts(groups: list[TrainGroup], rollouts: int) -> list[list[Trai
     return [run for run in runs if run] or [[]]
 
 
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
+"""Largest parts of a rank's fair share that groups are tried to be cut into, where whole ones do not balance."""
+
+
 def plan_microbatches(
     sequences: list[Sequence], *, ranks: int, tokens_per_microbatch: int, shape: ModelShape
 ) -> list[list[list[int]]]:
     """Return for each rank its micro-batches as lists of indices into `sequences`, the same number for every rank.
 
-    Sequences go to the rank with the least estimated FLOPs so far, costliest first; inside a rank they are packed
-    first-fit by falling length into micro-batches of at most `tokens_per_microbatch` tokens (a longer sequence has
-    one of its own). Ranks with fewer get empty lists. The plan is a pure function of its arguments, so all ranks
-    agree without talking.
+    Groups, costliest first, go to the rank with the least FLOPs so far; inside a rank they are packed first-fit by
+    falling tokens into micro-batches of at most `tokens_per_microbatch` tokens, a shared prompt counting once (a longer
+    sequence has one of its own; a longer group is cut). Groups are kept whole, or cut into parts of at most 1, 1/2, 1/4
+    or 1/8 of a rank's fair share, or into sequences, whichever makes the busiest rank's FLOPs least, prompts that are
+    then computed more than once included. Ranks with fewer micro-batches get empty ones. The plan is a pure function of
+    its arguments, so all ranks agree without talking.
     """
-    by_cost = sorted(range(len(sequences)), key=lambda i: (-shape.forward_flops(len(sequences[i])), i))
-    load = [0.0] * ranks
-    plans: list[list[list[int]]] = [[] for _ in range(ranks)]
-    room: list[list[int]] = [[] for _ in range(ranks)]
-    for index in by_cost:
-        length = len(sequences[index])
-        rank = min(range(ranks), key=lambda r: (load[r], r))
-        load[rank] += shape.forward_flops(length)
-        fits = next((b for b, free in enumerate(room[rank]) if free >= length), None)
+    groups = _grouped(sequences, list(range(len(sequences))))
+
+    def cost(members: list[int]) -> float:
+        return microbatch_flops([sequences[i] for i in members], shape)
+
+    def planned(largest: float) -> tuple[float, list[list[list[int]]]]:
+        parts = [part for group in groups for part in _cut(sequences, group, cost(group), largest)]
+        plans = [
+            _microbatches(_grouped(sequences, members), sequences, tokens_per_microbatch)
+            for members in _spread(parts, [cost(part) for part in parts], ranks)
+        ]
+        return max(sum(map(cost, plan)) for plan in plans), plans
+
+    best = planned(float("inf"))
+    if ranks > 1 and len(groups) < len(sequences):
+        fair = sum(map(cost, groups)) / ranks
+        best = min([best, *(planned(share * fair) for share in SHARES)], key=lambda plan: plan[0])
+    count = max(len(plan) for plan in best[1])
+    return [plan + [[]] * (count - len(plan)) for plan in best[1]]
+
+
+def _grouped(sequences: list[Sequence], members: list[int]) -> list[list[int]]:
+    """Those that share a prompt side by side; in order of first appearance."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for index in members:
+        number = sequences[index].group
+        groups.setdefault(("alone", index) if number is None else ("group", number), []).append(index)
+    return list(groups.values())
+
+
+def _cut(sequences: list[Sequence], group: list[int], cost: float, largest: float) -> list[list[int]]:
+    """Deal a group that costs more than `largest` into parts of like completion tokens."""
+    count = len(group) if largest * len(group) <= cost else max(1, math.ceil(cost / largest))
+    if count == 1:
+        return [group]
+    parts: list[list[int]] = [[] for _ in range(count)]
+    tokens = [(0, number) for number in range(count)]
+    for index in sorted(group, key=lambda i: (-len(sequences[i]), i)):
+        held, number = tokens[0]
+        parts[number].append(index)
+        heapq.heapreplace(tokens, (held + len(sequences[index].completion_ids), number))
+    return [sorted(part) for part in parts]
+
+
+def _spread(parts: list[list[int]], costs: list[float], ranks: int) -> list[list[int]]:
+    """The members of the parts that each rank gets: costliest first, to the rank with the least so far."""
+    loads = [(0.0, rank) for rank in range(ranks)]
+    spread: list[list[int]] = [[] for _ in range(ranks)]
+    for number in sorted(range(len(parts)), key=lambda n: (-costs[n], n)):
+        load, rank = loads[0]
+        spread[rank] += parts[number]
+        heapq.heapreplace(loads, (load + costs[number], rank))
+    return spread
+
+
+def _microbatches(groups: list[list[int]], sequences: list[Sequence], room: int) -> list[list[int]]:
+    """Pack one rank's groups first-fit by falling tokens; a group that does not fit into one micro-batch is cut."""
+    pieces = []
+    for group in groups:
+        prompt = len(sequences[group[0]].prompt_ids)
+        lengths = [len(sequences[i].completion_ids) for i in group]
+        pieces += [[group[i] for i in piece] for piece in _first_fit(lengths, room - prompt)]
+    tokens = [
+        len(sequences[piece[0]].prompt_ids) + sum(len(sequences[i].completion_ids) for i in piece) for piece in pieces
+    ]
+    return [[i for piece in fits for i in pieces[piece]] for fits in _first_fit(tokens, room)]
+
+
+def _first_fit(sizes: list[int], room: int) -> list[list[int]]:
+    """Fill bins of `room` by falling size; one that is larger has a bin of its own."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        fits = next((b for b, left in enumerate(free) if left >= sizes[index]), None)
         if fits is None:
-            plans[rank].append([index])
-            room[rank].append(tokens_per_microbatch - length)
+            bins.append([index])
+            free.append(room - sizes[index])
         else:
-            plans[rank][fits].append(index)
-            room[rank][fits] -= length
-    count = max(len(plan) for plan in plans)
-    return [plan + [[]] * (count - len(plan)) for plan in plans]
+            bins[fits].append(index)
+            free[fits] -= sizes[index]
+    return bins
+
+
+def shared_runs(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """Neighbours of one group together, as `pack` lays them down; all others alone."""
+    keyed = groupby(enumerate(sequences), key=lambda pair: (pair[1].group, pair[0] if pair[1].group is None else None))
+    return [[sequence for _, sequence in run] for _, run in keyed]
+
+
+def microbatch_flops(sequences: list[Sequence], shape: ModelShape) -> float:
+    """One forward pass over a micro-batch of these sequences."""
+    runs = shared_runs(sequences)
+    return sum(shape.group_flops(len(run[0].prompt_ids), [len(s.completion_ids) for s in run]) for run in runs)
+
+
+@dataclass(slots=True)
+class Row:
+    """The tokens of a micro-batch as they are laid down; `pieces` are lengths."""
+
+    input_ids: list[int]
+    positions: list[int]
+    pieces: list[int]
+    prefixes: list[tuple[int, int, int]]
+    target_rows: list[int]
+
+    def add(self, tokens: list[int], *, position: int = 0) -> None:
+        self.positions += range(position, position + len(tokens))
+        self.input_ids += tokens
+        self.pieces.append(len(tokens))
+
+    def add_targets(self, first_row: int, completion_start: int, count: int) -> None:
+        """The first target is read from the prompt's last row, the others from the completion's own."""
+        if count > 0:
+            self.target_rows.append(first_row)
+            self.target_rows += range(completion_start, completion_start + count - 1)
 
 
 def pack(sequences: list[Sequence]) -> PackedBatch:
-    """Lay sequences back to back; an empty list gives the dummy batch that adds zero loss.
+    """Lay sequences back to back, neighbours of one group behind one prompt; an empty list gives the dummy batch that
+    adds zero loss.
 
-    The target of hidden row t is the token at t + 1, so the first completion token is predicted by the last prompt row.
+    The target of hidden row t is the token at t + 1, so the first completion token is predicted by the last prompt row,
+    which all completions of a group share.
     """
-    if not sequences:
-        sequences = [Sequence([0], [], [], 0.0, 0.0)]
-    input_ids: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
+    sequences = sequences or [Sequence([0], [], [], 0.0, 0.0)]
+    row = Row([], [], [], [], [])
+    for run in shared_runs(sequences):
+        prompt, start = run[0].prompt_ids, len(row.input_ids)
+        assert prompt, "the first completion token needs a prompt token to be predicted from"
+        middle = start + len(prompt)
+        if len(run) == 1:
+            row.add(prompt + run[0].completion_ids)
+            row.add_targets(middle - 1, middle, len(run[0].completion_ids))
+            continue
+        row.add(prompt)
+        for sequence in run:
+            assert sequence.prompt_ids == prompt, "the rollouts of a group have one prompt"
+            row.add_targets(middle - 1, len(row.input_ids), len(sequence.completion_ids))
+            row.add(sequence.completion_ids, position=len(prompt))
+        row.prefixes.append((start, middle, len(row.input_ids)))
+    return _to_batch(row, sequences)
+
+
+def _to_batch(row: Row, sequences: list[Sequence]) -> PackedBatch:
     for s in sequences:
-        assert s.prompt_ids, "the first completion token needs a prompt token to be predicted from"
         assert len(s.rollout_logprobs) == len(s.completion_ids), "every completion token has a rollout logprob"
-        first_target = len(input_ids) + len(s.prompt_ids) - 1
-        rows += range(first_target, first_target + len(s.completion_ids))
-        positions += range(len(s))
-        input_ids += s.prompt_ids
-        input_ids += s.completion_ids
     return PackedBatch(
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        position_ids=torch.tensor(positions, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, *map(len, sequences)], dtype=torch.int64).cumsum(0),
+        input_ids=torch.tensor(row.input_ids, dtype=torch.int64),
+        position_ids=torch.tensor(row.positions, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, *row.pieces], dtype=torch.int64).cumsum(0),
+        prefixes=torch.tensor(row.prefixes, dtype=torch.int64).view(-1, 3),
         targets=torch.tensor([t for s in sequences for t in s.completion_ids], dtype=torch.int64),
-        row_index=torch.tensor(rows, dtype=torch.int64),
+        row_index=torch.tensor(row.target_rows, dtype=torch.int64),
         cu_targets=torch.tensor([0, *(len(s.completion_ids) for s in sequences)], dtype=torch.int64).cumsum(0),
         advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
         weights=torch.tensor([s.weight for s in sequences], dtype=torch.float32),
         rollout_logprobs=torch.tensor([x for s in sequences for x in s.rollout_logprobs], dtype=torch.float32),
     )
+
+
+def alone(batch: PackedBatch) -> tuple[PackedBatch, torch.Tensor]:
+    """The first and the last completion behind the first and the last shared prompt, as whole sequences.
+
+    Returns a micro-batch of them, and where its targets lie among those of `batch`.
+    """
+    borders, tokens = batch.cu_seqlens.tolist(), batch.input_ids.tolist()
+    prefixes, cuts = batch.prefixes.tolist(), batch.cu_targets.tolist()
+    prompts = {start for start, _, _ in prefixes}
+    completions = [(a, b) for a, b in pairwise(borders) if a not in prompts or a == b]
+    sequences, places = [], []
+    for start, middle, end in prefixes[:: max(1, len(prefixes) - 1)]:
+        behind = [n for n, (a, b) in enumerate(completions) if middle <= a and b <= end]
+        for number in (behind[0], behind[-1]):
+            a, b = completions[number]
+            sequences.append(Sequence(tokens[start:middle], tokens[a:b], [0.0] * (b - a), 0.0, 0.0))
+            places.append(torch.arange(cuts[number], cuts[number + 1]))
+    return pack(sequences).to(batch.input_ids.device), torch.cat(places).to(batch.input_ids.device)

@@ -27,28 +27,40 @@ class Passes:
         return cls(old=float(recompute), reference=float(reference), update=3.0 * config.updates.epochs)
 
 
-def flop_sums(groups: list[Group], shape: ModelShape, passes: Passes) -> dict[str, float]:
-    """FLOPs spent by phase over this rank's groups, and those that dropped rollouts did not cost.
+def flop_sums(
+    groups: list[Group], shape: ModelShape, passes: Passes, *, forward: float, longest_shared: float
+) -> dict[str, float]:
+    """FLOPs spent by phase, those that dropped rollouts did not cost, and those that shared prompts did not cost.
 
-    Sampling a group is one forward pass over its prompt and one over each completion behind it; a trained sequence is
-    `passes` forward passes over prompt and completion (algorithms.md 2.4: 2 P T, 2 P T and 6 P T, with the attention's
-    part by the model's shape). Filtered groups cost their sampling and save the rest.
+    `forward`: one forward pass over this rank's micro-batches as they were packed, where a shared prompt is computed
+    once in each; every phase after sampling is `passes` of it. Sampling a group is one forward pass over its prompt
+    and one over each completion behind it (algorithms.md 2.4: 2 P T, 2 P T and 6 P T, with the attention's part by the
+    model's shape). Dropped rollouts save what they would have added, sharing their prompt as the kept ones do; a group
+    dropped whole saves its prompt too, and a filtered one all but its sampling. `flops_shared`, over all ranks: a
+    prompt for every kept rollout, less what was spent.
     """
-    generation = kept = dropped = 0.0
+    generation = apart = dropped = 0.0
     for group in groups:
         prompt = len(group.prompt.token_ids)
-        alone = shape.forward_flops(prompt)
-        generation += alone if group.rollouts else 0.0
-        for rollout in group.rollouts:
-            whole = shape.forward_flops(prompt + len(rollout.completion_ids))
-            generation += whole - alone
-            kept += whole if rollout.kept else 0.0
-            dropped += 0.0 if rollout.kept else whole
+        lengths = [len(rollout.completion_ids) for rollout in group.rollouts]
+        kept = [len(rollout.completion_ids) for rollout in group.rollouts if rollout.kept]
+        generation += _together(shape, prompt, lengths, math.inf)
+        dropped += _together(shape, prompt, lengths, longest_shared) - _together(shape, prompt, kept, longest_shared)
+        apart += _together(shape, prompt, kept, 0)
     sums = {"flops/generation": generation}
     for name in ("old", "reference", "update"):
-        sums[f"flops/{name}"] = kept * getattr(passes, name)
+        sums[f"flops/{name}"] = forward * getattr(passes, name)
         sums[f"flops_saved/{name}"] = dropped * getattr(passes, name)
+        sums[f"flops_shared/{name}"] = (apart - forward) * getattr(passes, name)
     return sums
+
+
+def _together(shape: ModelShape, prompt: int, lengths: list[int], longest_shared: float) -> float:
+    """One forward pass over rollouts of one prompt, which those of at most `longest_shared` tokens share."""
+    sharing = [length for length in lengths if prompt + length <= longest_shared]
+    alone = [length for length in lengths if prompt + length > longest_shared]
+    together = shape.group_flops(prompt, sharing) if sharing else 0.0
+    return together + sum(shape.group_flops(prompt, [length]) for length in alone)
 
 
 def seconds_saved(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
@@ -76,6 +88,7 @@ SUMMED = (
     "dropped_tokens/",
     "flops/",
     "flops_saved/",
+    "flops_shared/",
     "prompts/",
     "collect/",
     "optimizer/updates",

@@ -53,7 +53,7 @@ def add_up(sums: dict[str, float], update_sums: dict[str, Tensor]) -> dict[str, 
     return dict(zip([*sums, *update_sums], everywhere.tolist(), strict=True))
 
 
-AS_THEY_ARE = ("dropped/", "dropped_tokens/", "flops/", "flops_saved/")
+AS_THEY_ARE = ("dropped/", "dropped_tokens/", "flops/", "flops_saved/", "flops_shared/")
 """Sums that are metrics under their own names."""
 
 

@@ -21,6 +21,7 @@ from .optimizer import learning_rate
 from .prune import offers, prune, put_back
 from .rewards import Grader
 from .rollout import Sampler
+from .sharing_check import SharingCheck
 from .types import Group, PackedBatch
 
 BAD_GRADIENTS_IN_A_ROW = 5
@@ -48,11 +49,13 @@ class Parts:
 
 @dataclass(slots=True)
 class Update:
-    """One optimizer step: this rank's micro-batches, and the divisor and number of sequences over all ranks."""
+    """One optimizer step: this rank's micro-batches and the FLOPs of one forward pass over them, and the divisor and
+    number of sequences over all ranks."""
 
     batches: list[PackedBatch]
     divisor: packing.Divisor
     sequences: int
+    flops: float
 
 
 class Trainer:
@@ -69,6 +72,8 @@ class Trainer:
         self.accuracy_before: dict[str, float] = {}
         self.accuracy_after: dict[str, float] = {}
         self.bad_gradients = 0
+        self.longest_shared = parts.policy.longest_shared if config.updates.share_prompts else 0
+        self.sharing_check = SharingCheck(config.model.dtype)
 
     def run(self) -> None:
         """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between."""
@@ -97,7 +102,7 @@ class Trainer:
         metrics, sums = self.update(updates)
         self.sync_sampler()
         self.steps_done += 1
-        report = self._report(collected, len(updates), sums)
+        report = self._report(collected, updates, sums)
         return metrics | collected.counts | report | {"seconds/step": time.perf_counter() - started}
 
     @phase("prune")
@@ -120,7 +125,10 @@ class Trainer:
     @phase("pack")
     def pack(self, groups: list[Group]) -> list[Update]:
         divisor, config = self.config.prune.divisor, self.config.updates
-        mine = [(group.number, packing.to_train_group(group, divisor=divisor)) for group in groups]
+        mine = [
+            (group.number, packing.to_train_group(group, divisor=divisor, longest_shared=self.longest_shared))
+            for group in groups
+        ]
         everywhere = [group for _, group in sorted(distributed.gather_lists(mine), key=lambda numbered: numbered[0])]
         if config.rollouts_per_update is None:
             parts = packing.split_minibatches(everywhere, config.minibatches)
@@ -136,14 +144,16 @@ class Trainer:
             tokens_per_microbatch=self.config.updates.tokens_per_microbatch,
             shape=self.parts.shape,
         )
-        mine = plan[distributed.rank()]
-        batches = [packing.pack([sequences[i] for i in members]).to(self.parts.device) for members in mine]
-        return Update(batches, packing.divisor(groups), len(sequences))
+        mine = [[sequences[i] for i in members] for members in plan[distributed.rank()]]
+        batches = [packing.pack(members).to(self.parts.device) for members in mine]
+        flops = sum(packing.microbatch_flops(members, self.parts.shape) for members in mine)
+        return Update(batches, packing.divisor(groups), len(sequences), flops)
 
     @phase("score")
     @torch.no_grad()
     def score(self, updates: list[Update]) -> None:
-        """Old and reference logprobs, each only where the loss needs them."""
+        """Old and reference logprobs, each only where the loss needs them; before, once, the check of shared prompts."""
+        self.sharing_check.run(self.parts.policy, [batch for update in updates for batch in update.batches])
         config = self.config.updates
         several = len(updates) * config.epochs > 1
         for batch in (batch for update in updates for batch in update.batches):
@@ -255,14 +265,20 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.steps_done == self.total_steps or (every > 0 and self.steps_done % every == 0)
 
-    def _report(self, collected: Collected, updates: int, sums: dict[str, Tensor]) -> dict[str, float]:
+    def _report(self, collected: Collected, updates: list[Update], sums: dict[str, Tensor]) -> dict[str, float]:
         terms, groups = self.config.reward.terms, [*collected.groups, *collected.left_out]
         if self.config.log.rollouts:
             records = distributed.gather_to_first(step_report.rollout_records(groups, self.steps_done))
             if self.parts.log:
                 self.parts.log.rollouts(records)
-        passes = savings.Passes.of(self.config, updates=updates)
-        local = step_report.rollout_sums(groups, terms) | savings.flop_sums(groups, self.parts.shape, passes)
+        flops = savings.flop_sums(
+            groups,
+            self.parts.shape,
+            savings.Passes.of(self.config, updates=len(updates)),
+            forward=sum(update.flops for update in updates),
+            longest_shared=self.longest_shared,
+        )
+        local = step_report.rollout_sums(groups, terms) | flops
         return step_report.step_metrics(step_report.add_up(local, sums), terms)
 
     def _log(self, metrics: dict[str, float]) -> None:

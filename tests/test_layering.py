@@ -29,7 +29,7 @@ RANKS = {
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "trainer"],
+    4: ["accuracy", "collect", "sharing_check", "trainer"],
     5: ["train", "evaluate", "export", "demo.pretrain"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
@@ -40,7 +40,8 @@ SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics"], 4: RANKS[4
 ONLY_IN = {
     "vllm": ["rollout.vllm"],
     "trl": ["integrations.trl"],
-    "flash_attn": ["ops.packed_attention"],
+    "flash_attn": ["ops.packed_attention", "ops.attention_calls"],
+    "flash_attn_interface": ["ops.attention_calls"],
     "_fastrl_fast": ["ops._lib"],
 }
 """Libraries that one module alone may import."""

@@ -1,0 +1,144 @@
+"""Attention over a row in which several completions follow one prompt that is there once."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl_fast.ops.attention_calls import Blocks, Borders, Call, Scores, Varlen, takes_borders
+
+SHORT = 64
+"""Equal pieces of at most this many tokens share a call: gathering them costs less than a call for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """The calls that make up the attention of one row: every piece on itself, then completions on their prompt.
+
+    blocks: one call per piece or per set of short equal pieces, and one per group; varlen: the same in two calls with
+    borders; longest: tokens of the longest prompt with completion.
+    """
+
+    blocks: list[Call]
+    varlen: list[Call]
+    longest: int
+
+
+def plan_prefixes(cu_seqlens: Tensor, prefixes: Tensor) -> PrefixPlan:
+    """Plan the attention of one packed row.
+
+    cu_seqlens [M+1] int64: borders of the pieces (whole sequences, shared prompts, completions behind them) in T;
+    prefixes [K, 3] int64: for each shared prompt where it starts, where it ends and where its last completion ends.
+    """
+    borders, groups = cu_seqlens.tolist(), prefixes.tolist()
+    device = cu_seqlens.device
+    pieces = [(a, b) for a, b in pairwise(borders) if b > a]
+    blocks = _piece_calls(pieces, device)
+    blocks += [Call(slice(middle, end), slice(start, middle), causal=False) for start, middle, end in groups]
+    lengths = [b - a for a, b in pieces]
+    itself = Borders(*2 * (_offsets(lengths, device),), *2 * (max(lengths),))
+    behind, before = [end - middle for _, middle, end in groups], [middle - start for start, middle, _ in groups]
+    across = Borders(_offsets(behind, device), _offsets(before, device), max(behind), max(before))
+    varlen = [
+        Call(slice(None), slice(None), causal=True, borders=itself),
+        Call(
+            torch.cat([torch.arange(middle, end) for _, middle, end in groups]).to(device),
+            torch.cat([torch.arange(start, middle) for start, middle, _ in groups]).to(device),
+            causal=False,
+            borders=across,
+        ),
+    ]
+    longest = max(
+        middle - start + b - a for start, middle, end in groups for a, b in pieces if middle <= a and b <= end
+    )
+    return PrefixPlan(blocks, varlen, longest)
+
+
+def _piece_calls(pieces: list[tuple[int, int]], device: torch.device) -> list[Call]:
+    """Causal calls that cover every piece once."""
+    calls, short = [], defaultdict(list)
+    for start, end in pieces:
+        if end - start <= SHORT:
+            short[end - start].append(start)
+        else:
+            calls.append(Call(slice(start, end), slice(start, end), causal=True))
+    for length, starts in short.items():
+        rows: slice | Tensor = slice(starts[0], starts[0] + length)
+        if len(starts) > 1:
+            rows = (torch.tensor(starts)[:, None] + torch.arange(length)).to(device)
+        calls.append(Call(rows, rows, causal=True))
+    return calls
+
+
+def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device, torch.int32)
+
+
+def prefix_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: PrefixPlan,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal self-attention of each sequence, prompts that several completions follow being there once.
+
+    query [1, heads, T, D], key and value [1, kv heads, T, D] (heads a multiple of kv heads) -> [1, T, heads, D]. With A
+    a completion's attention on itself and B on its prompt, of log-sum-exp a and b, its output is
+    (e^a A + e^b B) / (e^a + e^b), the attention over both. The backward pass gives every part the merged output and
+    log-sum-exp; a prompt's keys get the sum over its completions. float32, float64 and bfloat16.
+
+    On CUDA in half precision two variable-length calls of FlashAttention; on the CPU torch's flash attention; elsewhere
+    (float32 on CUDA, capped scores) matrix products that hold the scores of one group at a time.
+    `window` (a query sees itself and window - 1 before it) must cover every prompt with its completion.
+    """
+    assert window is None or window >= plan.longest, "a shared prompt must lie inside the window of its completions"
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # what every kernel asks for
+    scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
+    out: Tensor = _PrefixAttention.apply(q, k, v, plan, scores)
+    return out.unsqueeze(0)
+
+
+class _PrefixAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, scores: Scores) -> Tensor:
+        borders = takes_borders(q, scores)
+        ctx.kernel = (Varlen if borders else Blocks)(q, k, scores)
+        ctx.calls = plan.varlen if borders else plan.blocks
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        for call in ctx.calls:
+            part, part_lse = ctx.kernel.forward(q, k, v, call)
+            if not call.causal:
+                part, part_lse = _merge(out[call.queries], lse[call.queries], part, part_lse)
+            out[call.queries], lse[call.queries] = part, part_lse
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        for call in ctx.calls:
+            parts = ctx.kernel.backward(grad, q, k, v, out, lse, call)
+            for total, part, rows in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
+                if call.causal:
+                    total[rows] = part
+                else:
+                    total[rows] += part
+        return *grads, None, None
+
+
+def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from the attention over each."""
+    lse = torch.logaddexp(a_lse, b_lse)
+    share = torch.exp(b_lse - lse)[..., None]
+    return torch.lerp(a.to(lse.dtype), b.to(lse.dtype), share).to(a.dtype), lse
