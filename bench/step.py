@@ -26,7 +26,6 @@ from fastrl_fast.config import Config, DataConfig, LossConfig, ModelConfig, Opti
 from fastrl_fast.memory import ModelSize
 from fastrl_fast.model import build_policy
 from fastrl_fast.optimizer import build_optimizer
-from fastrl_fast.packing import to_train_group
 from fastrl_fast.trainer import Parts, Trainer
 from fastrl_fast.types import Group
 
@@ -71,7 +70,6 @@ class Update:
     """The trainer's update of given groups, without sampler, data and graders; every call leaves the weights alone."""
 
     def __init__(self, policy: Any, groups: list[Group], **updates: Any) -> None:
-        updates.pop("share_prompts", None)  # SEAM
         config = replace(CONFIG, updates=UpdatesConfig(**updates))
         nothing: Any = None
         parts = Parts(
@@ -150,7 +148,7 @@ def measure_layout(model: str, layout: Layout, *, repeats: int) -> list[Row]:
     rate = SGEMM_FLOPS / timings["sgemm"].median
     rows = []
     for prefix, groups in loads.items():
-        tokens = sum(len(s) for group in groups for s in to_train_group(group).sequences)
+        tokens = sum(len(g.prompt.token_ids) + len(r.completion_ids) for g in groups for r in g.rollouts if r.kept)
         for name, settings in VARIANTS.items():
             floor = update_flops(size, groups, shared=settings["share_prompts"]) / rate
             row = Row(case=case.name, variant=prefix + name, timing=timings[prefix + name], tokens=tokens, floor=floor)
