@@ -30,7 +30,7 @@ RANKS = {
         "cli",
     ],
     4: ["accuracy", "collect", "sharing_check", "trainer"],
-    5: ["train", "evaluate", "export", "demo.pretrain"],
+    5: ["train", "evaluate", "export", "demo.pretrain", "integrations"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 
