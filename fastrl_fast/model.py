@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from .config import ModelConfig
 from .ops import packed_logprobs
-from .ops.packed_attention import packed_attention, segments
+from .ops.packed_attention import Segments, packed_attention, segments
 from .ops.prefix_attention import PrefixPlan, plan_prefixes, prefix_attention
 from .packing import ModelShape, pack
 from .types import PackedBatch
@@ -47,10 +47,14 @@ def _attention(
         raise ValueError(
             "model.path: models that do not pass keyword arguments on to their attention are not supported"
         )
-    if softcap is not None or s_aux is not None:
-        raise ValueError("model.path: models with soft-capped attention scores or attention sinks are not supported")
+    if s_aux is not None:
+        raise ValueError("model.path: models with attention sinks are not supported")
     if isinstance(packed_segments, PrefixPlan):
-        return prefix_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
+        out = prefix_attention(
+            query, key, value, packed_segments, scale=scaling, window=sliding_window, softcap=softcap
+        )
+        return out, None
+    assert softcap is None, "rows of a model with capped scores are planned for prefix_attention"
     return packed_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
 
 
@@ -155,14 +159,18 @@ class Policy(nn.Module):
         layers = [module for module in self.decoder.modules() if type(module).__name__ in kinds]
         return [*layers, *([] if self.tied else [self.head])]
 
+    def _plan(self, batch: PackedBatch) -> Segments | PrefixPlan:
+        """The attention of all layers; capped scores are known to prefix_attention alone."""
+        if batch.prefixes.shape[0] or getattr(self.lm.config, "attn_logit_softcapping", None) is not None:
+            return plan_prefixes(batch.cu_seqlens, batch.prefixes)
+        return segments(batch.cu_seqlens)
+
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         hidden = self.decoder(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            packed_segments=plan_prefixes(batch.cu_seqlens, batch.prefixes)
-            if batch.prefixes.shape[0]
-            else segments(batch.cu_seqlens),
+            packed_segments=self._plan(batch),
         ).last_hidden_state[0]
         return self.head(hidden, batch.targets, batch.row_index, self.temperature)
 
@@ -189,7 +197,7 @@ def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
             path,
             config=settings,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation="eager" if getattr(settings, "attn_logit_softcapping", None) else "sdpa",
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, SafetensorError) as error:

@@ -70,9 +70,7 @@ class ModelShape:
         return alone + sum(behind)
 
 
-def to_train_group(
-    group: Group, *, divisor: Literal["kept", "all"] = "kept", longest_shared: float = 0
-) -> TrainGroup:
+def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept", longest_shared: float = 0) -> TrainGroup:
     """Keep of a pruned group what the update needs.
 
     With the divisor `all` every graded rollout counts in it, once. Rollouts of at most `longest_shared` tokens, prompt
@@ -125,6 +123,9 @@ def split_by_rollouts(groups: list[TrainGroup], rollouts: int) -> list[list[Trai
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 """Largest parts of a rank's fair share that groups are tried to be cut into, where whole ones do not balance."""
 
+WASTE = 0.1
+"""Weight of the mean rank's FLOPs beside the busiest one's: all wait for that, but a prompt computed twice is work."""
+
 
 def plan_microbatches(
     sequences: list[Sequence], *, ranks: int, tokens_per_microbatch: int, shape: ModelShape
@@ -134,9 +135,9 @@ def plan_microbatches(
     Groups, costliest first, go to the rank with the least FLOPs so far; inside a rank they are packed first-fit by
     falling tokens into micro-batches of at most `tokens_per_microbatch` tokens, a shared prompt counting once (a longer
     sequence has one of its own; a longer group is cut). Groups are kept whole, or cut into parts of at most 1, 1/2, 1/4
-    or 1/8 of a rank's fair share, or into sequences, whichever makes the busiest rank's FLOPs least, prompts that are
-    then computed more than once included. Ranks with fewer micro-batches get empty ones. The plan is a pure function of
-    its arguments, so all ranks agree without talking.
+    or 1/8 of a rank's fair share, or into sequences, whichever makes the FLOPs of the busiest rank (and a little, of
+    all) least, with prompts that are then computed more than once. Ranks with fewer micro-batches get empty ones. The
+    plan is a pure function of its arguments, so all ranks agree without talking.
     """
     groups = _grouped(sequences, list(range(len(sequences))))
 
@@ -149,7 +150,8 @@ def plan_microbatches(
             _microbatches(_grouped(sequences, members), sequences, tokens_per_microbatch)
             for members in _spread(parts, [cost(part) for part in parts], ranks)
         ]
-        return max(sum(map(cost, plan)) for plan in plans), plans
+        loads = [sum(map(cost, plan)) for plan in plans]
+        return max(loads) + WASTE * sum(loads) / ranks, plans
 
     best = planned(float("inf"))
     if ranks > 1 and len(groups) < len(sequences):
@@ -296,22 +298,3 @@ def _to_batch(row: Row, sequences: list[Sequence]) -> PackedBatch:
         weights=torch.tensor([s.weight for s in sequences], dtype=torch.float32),
         rollout_logprobs=torch.tensor([x for s in sequences for x in s.rollout_logprobs], dtype=torch.float32),
     )
-
-
-def alone(batch: PackedBatch) -> tuple[PackedBatch, torch.Tensor]:
-    """The first and the last completion behind the first and the last shared prompt, as whole sequences.
-
-    Returns a micro-batch of them, and where its targets lie among those of `batch`.
-    """
-    borders, tokens = batch.cu_seqlens.tolist(), batch.input_ids.tolist()
-    prefixes, cuts = batch.prefixes.tolist(), batch.cu_targets.tolist()
-    prompts = {start for start, _, _ in prefixes}
-    completions = [(a, b) for a, b in pairwise(borders) if a not in prompts or a == b]
-    sequences, places = [], []
-    for start, middle, end in prefixes[:: max(1, len(prefixes) - 1)]:
-        behind = [n for n, (a, b) in enumerate(completions) if middle <= a and b <= end]
-        for number in (behind[0], behind[-1]):
-            a, b = completions[number]
-            sequences.append(Sequence(tokens[start:middle], tokens[a:b], [0.0] * (b - a), 0.0, 0.0))
-            places.append(torch.arange(cuts[number], cuts[number + 1]))
-    return pack(sequences).to(batch.input_ids.device), torch.cat(places).to(batch.input_ids.device)

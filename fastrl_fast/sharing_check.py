@@ -1,6 +1,9 @@
 """Proof, on the first micro-batch where it matters, that sharing prompts changes no logprob of this model."""
 
+from itertools import pairwise
+
 import torch
+from torch import Tensor
 
 from . import distributed, packing
 from .model import Policy
@@ -34,12 +37,12 @@ class SharingCheck:
             return
         self.done = True
         dummy = packing.pack([]).to(next(policy.parameters()).device)
-        alone, places = (dummy, dummy.targets) if shared is None else packing.alone(shared)
+        whole, places = (dummy, dummy.targets) if shared is None else alone(shared)
         together = policy(dummy if shared is None else shared)[0][places]
-        difference = (together - policy(alone)[0]).abs().double()
+        difference = (together - policy(whole)[0]).abs().double()
         distributed.together(lambda: self._judge(difference))
 
-    def _judge(self, difference: torch.Tensor) -> None:
+    def _judge(self, difference: Tensor) -> None:
         if difference.numel() == 0:
             return
         worst, mean, allowed = float(difference.max()), float(difference.mean()), WORST[self.dtype]
@@ -50,3 +53,22 @@ class SharingCheck:
                 f"differ from those of whole sequences by up to {worst:.2g} and {mean:.2g} in the mean, where rounding "
                 f"in {self.dtype} explains {allowed:g} and {allowed / 20:g}"
             )
+
+
+def alone(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
+    """The first and the last completion behind the first and the last shared prompt, as whole sequences.
+
+    Returns a micro-batch of them, and where its targets lie among those of `batch`.
+    """
+    borders, tokens = batch.cu_seqlens.tolist(), batch.input_ids.tolist()
+    prefixes, cuts = batch.prefixes.tolist(), batch.cu_targets.tolist()
+    prompts = {start for start, _, _ in prefixes}
+    completions = [(a, b) for a, b in pairwise(borders) if a not in prompts or a == b]
+    sequences, places = [], []
+    for start, middle, end in prefixes[:: max(1, len(prefixes) - 1)]:
+        behind = [n for n, (a, b) in enumerate(completions) if middle <= a and b <= end]
+        for number in (behind[0], behind[-1]):
+            a, b = completions[number]
+            sequences.append(packing.Sequence(tokens[start:middle], tokens[a:b], [0.0] * (b - a), 0.0, 0.0))
+            places.append(torch.arange(cuts[number], cuts[number + 1]))
+    return packing.pack(sequences).to(batch.input_ids.device), torch.cat(places).to(batch.input_ids.device)

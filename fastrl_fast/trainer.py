@@ -74,6 +74,7 @@ class Trainer:
         self.bad_gradients = 0
         self.longest_shared = parts.policy.longest_shared if config.updates.share_prompts else 0
         self.sharing_check = SharingCheck(config.model.dtype)
+        self._warn_of_window()
 
     def run(self) -> None:
         """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between."""
@@ -104,6 +105,14 @@ class Trainer:
         self.steps_done += 1
         report = self._report(collected, updates, sums)
         return metrics | collected.counts | report | {"seconds/step": time.perf_counter() - started}
+
+    def _warn_of_window(self) -> None:
+        tokens = self.config.data.max_prompt_tokens + self.config.rollout.max_completion_tokens
+        if self.parts.log and 0 < self.longest_shared < tokens:
+            self.parts.log.say(
+                f"updates.share_prompts: the model's sliding window of {self.longest_shared} tokens does not cover "
+                f"data.max_prompt_tokens + rollout.max_completion_tokens ({tokens}); longer rollouts get a prompt each"
+            )
 
     @phase("prune")
     def prune(self, groups: list[Group]) -> None:
@@ -152,7 +161,7 @@ class Trainer:
     @phase("score")
     @torch.no_grad()
     def score(self, updates: list[Update]) -> None:
-        """Old and reference logprobs, each only where the loss needs them; before, once, the check of shared prompts."""
+        """Once, the check of shared prompts; old and reference logprobs, each only where the loss needs them."""
         self.sharing_check.run(self.parts.policy, [batch for update in updates for batch in update.batches])
         config = self.config.updates
         several = len(updates) * config.epochs > 1

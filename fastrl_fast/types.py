@@ -74,7 +74,8 @@ class PackedBatch:
     A prompt that several sequences share is there once, before their completions, whose positions go on from its end.
     input_ids, position_ids [T] int64; cu_seqlens [M+1] int64 borders in T of the M pieces that attend to themselves:
     whole sequences, shared prompts, completions behind them; prefixes [K, 3] int64 for each shared prompt where it
-    starts, where it ends and where its last completion ends; targets [N] int64 the completion tokens; row_index [N] int64 the hidden row that predicts each target;
+    starts, where it ends and where its last completion ends;
+    targets [N] int64 the completion tokens; row_index [N] int64 the hidden row that predicts each target;
     cu_targets [S+1] int64 borders of the sequences in N; advantages, weights [S] float32;
     rollout_logprobs [N] float32; old_logprobs, ref_logprobs [N] float32 once they are known.
     Example: prompt [7, 8] with completions [1] and [2, 3] -> input_ids [7, 8, 1, 2, 3], position_ids [0, 1, 2, 2, 3],

@@ -1,6 +1,7 @@
 """The policy against stock transformers models that read one sequence at a time."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,74 @@ def test_packed_forward_equals_each_sequence_alone(make_lm, family, tied):
         expected = [alone(lm, s, temperature) for s in sequences()]
         torch.testing.assert_close(logprobs.double(), torch.cat([e[0] for e in expected]), rtol=0, atol=1e-6)
         torch.testing.assert_close(entropy.double(), torch.cat([e[1] for e in expected]), rtol=0, atol=1e-6)
+
+
+GROUPS = [(37, [5, 17, 29, 1]), (6, [3, 3, 3]), (9, [4]), (2, [11, 11, 70, 71]), (5, [8, 2])]
+"""Prompts and completions: ragged, alike, a group of one, longer than its prompt, and two that pruning left."""
+
+
+def in_groups(*, share: bool) -> list[Sequence]:
+    """The rollouts of GROUPS and, between them, two that share nothing."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(89, (n,), generator=generator).tolist()
+
+    rollouts = []
+    for number, (prompt, completions) in enumerate(GROUPS):
+        asked = ids(prompt)
+        rollouts += [Sequence(asked, ids(n), [0.0] * n, 1.0, 1.0, number if share else None) for n in completions]
+        if number < 2:
+            rollouts.append(Sequence(ids(4), ids(6), [0.0] * 6, 1.0, 1.0))
+    return rollouts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prompts_change_neither_logprobs_nor_gradients(make_lm, family, dtype):
+    """Against stock models that read every sequence by itself; issue 5's bounds.
+
+    Norms and rotary angles are float32 in models of any dtype, which bounds what gradients in float64 can show.
+    """
+    window = {"sliding_window": 73} if family == "mistral" else {}  # Just covers the longest prompt and completion.
+    lm = make_lm(family, dtype=dtype, **window)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.mul_(0.5)  # With the full weights even a stock model's logprobs round by 4e-6 in float32.
+    policy = Policy(copy.deepcopy(lm), temperature=1.0)
+    rollouts = in_groups(share=True)
+    batch = pack(rollouts)
+    assert len(batch.prefixes) == 4 and max(len(s) for s in rollouts) == 73 <= policy.longest_shared
+    expected = torch.cat([alone(lm, s, 1.0)[0] for s in rollouts])
+    logprobs, _ = policy(batch)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+    (expected * upstream).sum().backward()
+    (logprobs * upstream).sum().backward()
+    tight = dtype == torch.float64
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-12 if tight else 2e-6)
+    theirs = dict(lm.named_parameters())
+    for name, parameter in policy.lm.named_parameters():
+        apart = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
+        assert apart <= (1e-6 if tight else 1e-5), name
+
+
+def test_shared_prompts_are_recomputed_with_the_layers(make_lm):
+    """Activation checkpointing runs the attention again in the backward pass."""
+    gradients = []
+    for checkpointing in (False, True):
+        policy = build_policy(make_lm(), replace(SETTINGS, activation_checkpointing=checkpointing), temperature=1.0)
+        policy(pack(in_groups(share=True)))[0].sum().backward()
+        gradients.append([p.grad for p in policy.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_a_window_bounds_what_can_be_shared(make_lm):
+    assert Policy(make_lm("mistral", sliding_window=64), temperature=1.0).longest_shared == 64
+    assert Policy(make_lm("mistral", sliding_window=None), temperature=1.0).longest_shared == math.inf
+    assert Policy(make_lm("qwen2", sliding_window=64, use_sliding_window=False), temperature=1.0).longest_shared > 64
+    slides = dict(sliding_window=64, use_sliding_window=True, max_window_layers=1)
+    assert Policy(make_lm("qwen2", **slides), temperature=1.0).longest_shared == 64
+    assert Policy(make_lm("llama"), temperature=1.0).longest_shared == math.inf
 
 
 def test_float32_is_close_enough_to_one_at_a_time(make_lm):
@@ -225,7 +294,6 @@ SMALL = dict(vocab_size=89, hidden_size=32, intermediate_size=48, num_hidden_lay
 @pytest.mark.parametrize(
     ("model", "config", "reason"),
     [
-        (Gemma2ForCausalLM, Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8), "soft-capped"),
         (GptOssForCausalLM, GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2), "sinks"),
         (StableLmForCausalLM, StableLmConfig(**SMALL, num_key_value_heads=4), "do not pass keyword arguments"),
         (BloomForCausalLM, BloomConfig(vocab_size=89, hidden_size=32, n_layer=1, n_head=4), "built in"),
@@ -243,10 +311,22 @@ def test_models_that_packed_attention_cannot_serve_are_refused(model, config, re
         (CohereForCausalLM, CohereConfig(**SMALL, num_key_value_heads=2, logit_scale=0.3, pad_token_id=0)),
         (GraniteForCausalLM, GraniteConfig(**SMALL, num_key_value_heads=2, logits_scaling=3.0)),
         (Gemma3ForCausalLM, Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0)),
+        # A window of 4 on the first of two layers.
+        (
+            Gemma2ForCausalLM,
+            Gemma2Config(
+                **(SMALL | {"num_hidden_layers": 2}),
+                num_key_value_heads=2,
+                head_dim=8,
+                sliding_window=4,
+                attn_logit_softcapping=1.5,
+            ),
+        ),
     ],
 )
 def test_scales_and_caps_of_the_logits_are_the_models_own(model, config):
     torch.manual_seed(0)
+    config._attn_implementation = "eager" if hasattr(config, "attn_logit_softcapping") else "sdpa"
     lm = model(config).eval()
     with torch.no_grad():
         for parameter in lm.parameters():

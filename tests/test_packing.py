@@ -12,6 +12,7 @@ from fastrl_fast.packing import (
     Sequence,
     TrainGroup,
     divisor,
+    microbatch_flops,
     pack,
     plan_microbatches,
     split_by_rollouts,
@@ -54,6 +55,63 @@ def test_plan_properties(lengths, ranks, budget):
     assert plans == plan(lengths, ranks, budget), "a pure function of its arguments"
     longest = max(sum(bool(b) for b in rank) for rank in plans)
     assert all(len(rank) == longest for rank in plans), "no micro-batch that is empty on every rank"
+
+
+def grouped(groups: list[tuple[int, list[int]]]) -> list[Sequence]:
+    """Rollouts of groups with prompts and completions of these lengths; a prompt is its group's number."""
+    return [
+        Sequence([number] * prompt, [100 + at] * length, [0.0] * length, 1.0, 1.0, number)
+        for number, (prompt, lengths) in enumerate(groups)
+        for at, length in enumerate(lengths)
+    ]
+
+
+def tokens_of(members: list[Sequence]) -> int:
+    return sum(len(s.completion_ids) for s in members) + sum(
+        {s.group: len(s.prompt_ids) for s in members if s.group is not None}.values()
+    )
+
+
+def loads(sequences: list[Sequence], plans: list[list[list[int]]]) -> list[float]:
+    return [sum(microbatch_flops([sequences[i] for i in batch], SHAPE) for batch in rank) for rank in plans]
+
+
+shapes = st.tuples(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=9))
+
+
+@given(st.lists(shapes, max_size=12), st.integers(1, 6), st.integers(1, 200))
+@settings(max_examples=150, deadline=None)
+def test_plan_of_groups(groups, ranks, budget):
+    sequences = grouped(groups)
+    settings = dict(ranks=ranks, tokens_per_microbatch=budget, shape=SHAPE)
+    plans = plan_microbatches(sequences, **settings)
+    flat = [i for rank in plans for batch in rank for i in batch]
+    assert sorted(flat) == list(range(len(sequences))), "every sequence exactly once"
+    assert len({len(rank) for rank in plans}) == 1, "all ranks run as many micro-batches"
+    for batch in (b for rank in plans for b in rank if b):
+        members = [sequences[i] for i in batch]
+        assert tokens_of(members) <= budget or len(batch) == 1, "a shared prompt counts once"
+        packed = pack(members)
+        assert packed.input_ids.numel() == tokens_of(members), "members of a group lie side by side"
+    unshared = [Sequence(s.prompt_ids, s.completion_ids, s.rollout_logprobs, 1.0, 1.0) for s in sequences]
+    shared, apart = loads(sequences, plans), loads(unshared, plan_microbatches(unshared, **settings))
+    cost, without = (max(x) + 0.1 * sum(x) / ranks for x in (shared, apart))
+    assert cost <= without * (1 + 1e-9), "sharing never costs more than it saves"
+    if ranks == 1 and sum(tokens_of(grouped([g])) for g in groups) <= budget:
+        assert len(plans[0]) <= 1 and shared[0] == sum(SHAPE.group_flops(p, c) for p, c in groups)
+    assert plans == plan_microbatches(sequences, **settings), "a pure function of its arguments"
+
+
+def test_a_group_is_cut_only_where_balance_gains_more_than_the_prompt_costs():
+    def ranks_of_groups(groups, ranks):
+        sequences = grouped(groups)
+        plans = plan_microbatches(sequences, ranks=ranks, tokens_per_microbatch=10_000, shape=SHAPE)
+        held = [{sequences[i].group for batch in rank for i in batch} for rank in plans]
+        return [sum(number in rank for rank in held) for number in range(len(groups))]
+
+    assert ranks_of_groups([(10, [50] * 8)], 2) == [2], "one group would leave a rank idle; its prompt is short"
+    assert ranks_of_groups([(900, [10] * 4)], 2) == [1], "the prompt is nearly all of the work"
+    assert ranks_of_groups([(10, [50] * 8)] * 4, 2) == [1] * 4, "whole groups balance"
 
 
 def test_206_survivors_on_4_ranks():
@@ -108,6 +166,41 @@ def test_pack_lays_out_rows_token_by_token():
     assert later == targets, "a target is the token after its row"
 
 
+def test_pack_lays_a_shared_prompt_down_once():
+    """Several targets read the prompt's last row; positions go on from its end for every completion."""
+    batch = pack(
+        [
+            Sequence([11, 12, 13], [21, 22], [-0.1, -0.2], 0.5, 2.0, 7),
+            Sequence([11, 12, 13], [23], [-0.3], -1.5, 1.0, 7),
+            Sequence([14, 15], [24, 25], [-0.4, -0.5], 0.25, 3.0, 8),
+            Sequence([16], [26, 27], [-0.6, -0.7], 0.1, 1.0),
+            Sequence([16], [28], [-0.8], 0.2, 1.0),
+            Sequence([17], [29], [-0.9], 0.3, 1.0, 9),
+            Sequence([17], [30, 31], [-1.0, -1.1], 0.4, 1.0, 9),
+        ]
+    )
+    assert batch.input_ids.tolist() == [11, 12, 13, 21, 22, 23, 14, 15, 24, 25, 16, 26, 27, 16, 28, 17, 29, 30, 31]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1, 1, 2]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 6, 10, 13, 15, 16, 17, 19], "a group of one is a whole sequence"
+    assert batch.prefixes.tolist() == [[0, 3, 6], [15, 16, 19]]
+    assert batch.targets.tolist() == [21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31]
+    assert batch.row_index.tolist() == [2, 3, 2, 7, 8, 10, 11, 13, 15, 15, 17]
+    assert batch.cu_targets.tolist() == [0, 2, 3, 5, 7, 8, 9, 11]
+
+
+def test_rollouts_of_one_group_have_one_prompt():
+    """A prompt that differs would be answered by completions of another."""
+    with pytest.raises(AssertionError, match="one prompt"):
+        pack([Sequence([1], [2], [0.0], 1.0, 1.0, 0), Sequence([3], [2], [0.0], 1.0, 1.0, 0)])
+
+
+def test_only_rollouts_inside_the_bound_share():
+    group = Group(Prompt("a", [8, 9], "x", {}), [rollout(3), rollout(4), rollout(9)], number=5)
+    assert [s.group for s in to_train_group(group, longest_shared=6).sequences] == [5, 5, None]
+    assert [s.group for s in to_train_group(group, longest_shared=math.inf).sequences] == [5, 5, 5]
+    assert [s.group for s in to_train_group(group).sequences] == [None] * 3
+
+
 def test_the_dummy_batch_has_a_token_and_no_target():
     batch = pack([])
     assert batch.input_ids.tolist() == [0] and batch.position_ids.tolist() == [0]
@@ -156,6 +249,10 @@ def test_divisor_counts_kept_and_free_rollouts_by_weight():
 
 
 def test_flops_are_those_of_the_formula():
+    """A group's attention by counting pairs of query and key (halves at the diagonal left out, as the formula does)."""
+    shape = ModelShape(parameters=1000, layers=2, hidden=16, head=50)
+    pairs = 10**2 / 2 + sum(n * 10 + n**2 / 2 for n in (3, 5))
+    assert shape.group_flops(10, [3, 5]) == 2 * 1000 * 18 + 2 * 50 * 8 + 4 * 2 * 16 * pairs
     assert math.isclose(SHAPE.forward_flops(10), 2 * 1000 * 10 + 2 * 2 * 16 * 100)
 
 

@@ -71,7 +71,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 
 
 SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences", "aero", "refilled", "aligned")
-SCENARIOS += ("skipping",)
+SCENARIOS += ("skipping", "unshared")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -83,11 +83,29 @@ def test_every_number_of_ranks_takes_the_same_step(steps: dict[int, dict], scena
     apart = torch.cat([(one["weights"][name] - many["weights"][name]).flatten() for name in start])
     assert moved.norm() > 0, "the step must move the weights"
     assert apart.norm() <= 1e-4 * moved.norm()
-    counts = ("rollouts/generated", "rollouts/kept", "tokens/trained", "groups/dead", "groups/count", "flops/update")
+    counts = ("rollouts/generated", "rollouts/kept", "tokens/trained", "groups/dead", "groups/count")
     for key in ("reward/mean", "prompts/drawn", "collect/tries", "collect/rounds", "optimizer/updates", *counts):
         assert many["metrics"][key] == pytest.approx(one["metrics"][key]), key
     for key in ("loss/value", "optimizer/grad_norm", "policy/entropy"):
         assert many["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4, abs=1e-6), key
+    # More ranks may compute a prompt more often; what they would compute with a prompt for each rollout is the same.
+    spent, plain = (
+        [r["metrics"]["flops/update"] + r["metrics"]["flops_shared/update"] * n for r in (one, many)] for n in (0, 1)
+    )
+    assert plain[0] == pytest.approx(plain[1])
+    assert spent[0] <= spent[1] <= plain[0] or scenario == "unshared"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sharing_prompts_changes_no_update(steps: dict[int, dict], ranks: int) -> None:
+    """Invariant (a): the same step as with a prompt for every rollout, and fewer FLOPs."""
+    shared, unshared = steps[ranks]["plain"], steps[1]["unshared"]
+    start = steps[1]["nothing_left"]["weights"]
+    moved = torch.cat([(unshared["weights"][name] - start[name]).flatten() for name in start])
+    apart = torch.cat([(unshared["weights"][name] - shared["weights"][name]).flatten() for name in start])
+    assert apart.norm() <= 1e-4 * moved.norm()
+    assert shared["metrics"]["flops_shared/update"] > 0 == unshared["metrics"]["flops_shared/update"]
+    assert shared["metrics"]["flops/update"] < unshared["metrics"]["flops/update"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

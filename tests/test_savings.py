@@ -1,12 +1,13 @@
 """What a step cost and saved: by hand, and over a run's metrics."""
 
 import json
+import math
 
 import pytest
 
 from fastrl_fast.config import Config, DataConfig, LossConfig, ModelConfig, UpdatesConfig
 from fastrl_fast.drop_reasons import FILTERED, SIMILAR
-from fastrl_fast.packing import ModelShape
+from fastrl_fast.packing import ModelShape, microbatch_flops, to_train_group
 from fastrl_fast.savings import Passes, flop_sums, seconds_saved, totals
 from fastrl_fast.types import Group, Prompt, Rollout
 
@@ -25,28 +26,60 @@ GROUPS = [
 ]
 
 
+def sums(groups: list[Group], shape: ModelShape, passes: Passes, *, longest_shared: float = 0) -> dict[str, float]:
+    """With every group in a micro-batch of its own."""
+    trained = [to_train_group(group, longest_shared=longest_shared).sequences for group in groups]
+    forward = sum(microbatch_flops(sequences, shape) for sequences in trained)
+    return flop_sums(groups, shape, passes, forward=forward, longest_shared=longest_shared)
+
+
 def test_flops_by_hand():
     """algorithms.md 2.4: 2 P T to sample, 2 P T for old and for reference, 6 P T to train; T includes prompts."""
-    sums = flop_sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0))
     kept, dropped = 14, 16 + 10 + 25
-    assert sums == {
+    assert sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0)) == {
         "flops/generation": 2000 * (10 + 4 + 6 + 20 + 5),
         "flops/old": 2000 * kept,
         "flops_saved/old": 2000 * dropped,
+        "flops_shared/old": 0,
         "flops/reference": 2000 * kept,
         "flops_saved/reference": 2000 * dropped,
+        "flops_shared/reference": 0,
         "flops/update": 6000 * kept,
         "flops_saved/update": 6000 * dropped,
+        "flops_shared/update": 0,
     }
 
 
+def test_a_shared_prompt_is_charged_once_and_saved_with_its_last_rollout():
+    """10 tokens of prompt; completions of 4 and 6 kept, 5 dropped; and 20 of a prompt whose only rollout is dropped."""
+    groups = [Group(GROUPS[0].prompt, [rollout(4), rollout(6), rollout(5, SIMILAR)]), GROUPS[1]]
+    spent = sums(groups, FLAT, Passes(old=0.0, reference=0.0, update=3.0), longest_shared=math.inf)
+    assert spent["flops/update"] == 6000 * (10 + 4 + 6)
+    assert spent["flops_shared/update"] == 6000 * 10
+    assert spent["flops_saved/update"] == 6000 * (5 + 20 + 5)
+    # Nothing of more than 15 tokens may share: the completions of 4 and 5 do, that of 6 has a prompt of its own.
+    spent = sums(groups, FLAT, Passes(old=0.0, reference=0.0, update=3.0), longest_shared=15)
+    assert spent["flops/update"] == 6000 * (10 + 4 + 10 + 6)
+    assert spent["flops_shared/update"] == 0
+    assert spent["flops_saved/update"] == 6000 * (5 + 20 + 5)
+
+
+def test_a_prompt_in_two_micro_batches_is_charged_twice():
+    group = [Group(GROUPS[0].prompt, [rollout(4), rollout(6)])]
+    once = FLAT.group_flops(10, [4]) + FLAT.group_flops(10, [6])
+    spent = flop_sums(group, FLAT, Passes(0, 0, 1), forward=once, longest_shared=math.inf)
+    assert (spent["flops/update"], spent["flops_shared/update"]) == (2000 * 30, 0)
+
+
 def test_attention_is_counted_once_per_token():
-    """Sampling completions one by one behind a shared prompt costs what whole forward passes cost, less the prompts."""
-    shape = ModelShape(parameters=1000, layers=2, hidden=16)
-    whole = shape.forward_flops(14) + shape.forward_flops(16) - shape.forward_flops(10)
-    assert flop_sums([Group(GROUPS[0].prompt, [rollout(4), rollout(6)])], shape, Passes(0, 0, 3))[
-        "flops/generation"
-    ] == pytest.approx(whole)
+    """Completions behind a shared prompt cost what whole forward passes cost, less the prompts; the head reads
+    completion tokens."""
+    shape = ModelShape(parameters=1000, layers=2, hidden=16, head=300)
+    whole = shape.forward_flops(14) + shape.forward_flops(16) - shape.forward_flops(10) + 2 * 300 * 10
+    group = [Group(GROUPS[0].prompt, [rollout(4), rollout(6)])]
+    spent = sums(group, shape, Passes(0, 0, 3), longest_shared=math.inf)
+    assert spent["flops/generation"] == pytest.approx(whole)
+    assert spent["flops/update"] == pytest.approx(3 * whole)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +103,10 @@ def test_passes_are_those_that_the_trainer_runs(updates, settings, kl, expected)
 
 
 def test_seconds_saved_are_at_the_pace_of_the_kept():
-    metrics = flop_sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0))
+    metrics = sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0))
     saved = seconds_saved(metrics, {"seconds/score": 2.0, "seconds/update": 7.0})
     assert saved == pytest.approx({"seconds_saved/score": 2.0 * 51 / 14, "seconds_saved/update": 7.0 * 51 / 14})
-    nothing = flop_sums(GROUPS[1:], FLAT, Passes(old=0.0, reference=0.0, update=3.0))
+    nothing = sums(GROUPS[1:], FLAT, Passes(old=0.0, reference=0.0, update=3.0))
     assert seconds_saved(nothing, {"seconds/update": 1.0}) == {"seconds_saved/score": 0.0, "seconds_saved/update": 0.0}
 
 

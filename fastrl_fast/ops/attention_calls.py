@@ -110,11 +110,11 @@ class Blocks:
     def _mask(self, call: Call, q: Tensor) -> Tensor | None:
         """What to add to the scores of a causal call; None where causality alone says it."""
         length, window = q.shape[2], self.scores.window
-        windowed = window is not None and window < length
-        if not call.causal or not (windowed or self.products):
+        reach = length if window is None else min(window, length)
+        if not call.causal or (reach == length and not self.products):
             return None
         age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None]
-        seen = (age >= 0) & (age < window) if windowed else age >= 0
+        seen = (age >= 0) & (age < reach)
         return torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -math.inf)
 
 

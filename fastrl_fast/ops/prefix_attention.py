@@ -38,23 +38,26 @@ def plan_prefixes(cu_seqlens: Tensor, prefixes: Tensor) -> PrefixPlan:
     pieces = [(a, b) for a, b in pairwise(borders) if b > a]
     blocks = _piece_calls(pieces, device)
     blocks += [Call(slice(middle, end), slice(start, middle), causal=False) for start, middle, end in groups]
-    lengths = [b - a for a, b in pieces]
-    itself = Borders(*2 * (_offsets(lengths, device),), *2 * (max(lengths),))
-    behind, before = [end - middle for _, middle, end in groups], [middle - start for start, middle, _ in groups]
-    across = Borders(_offsets(behind, device), _offsets(before, device), max(behind), max(before))
-    varlen = [
-        Call(slice(None), slice(None), causal=True, borders=itself),
-        Call(
-            torch.cat([torch.arange(middle, end) for _, middle, end in groups]).to(device),
-            torch.cat([torch.arange(start, middle) for start, middle, _ in groups]).to(device),
-            causal=False,
-            borders=across,
-        ),
-    ]
     longest = max(
-        middle - start + b - a for start, middle, end in groups for a, b in pieces if middle <= a and b <= end
+        (middle - start + b - a for start, middle, end in groups for a, b in pieces if middle <= a and b <= end),
+        default=0,
     )
-    return PrefixPlan(blocks, varlen, longest)
+    return PrefixPlan(blocks, _varlen_calls(pieces, groups, device), longest)
+
+
+def _varlen_calls(pieces: list[tuple[int, int]], groups: list[list[int]], device: torch.device) -> list[Call]:
+    """One causal call over all pieces, and one of all completions on their prompts."""
+    lengths = [b - a for a, b in pieces]
+    itself, longest = _offsets(lengths, device), max(lengths)
+    calls = [Call(slice(None), slice(None), causal=True, borders=Borders(itself, itself, longest, longest))]
+    if groups:
+        behind, before = [(b, c) for _, b, c in groups], [(a, b) for a, b, _ in groups]
+        counts = [[b - a for a, b in spans] for spans in (behind, before)]
+        offsets = [_offsets(count, device) for count in counts]
+        across = Borders(offsets[0], offsets[1], max(counts[0]), max(counts[1]))
+        queries, keys = (torch.cat([torch.arange(a, b) for a, b in spans]) for spans in (behind, before))
+        calls.append(Call(queries.to(device), keys.to(device), causal=False, borders=across))
+    return calls
 
 
 def _piece_calls(pieces: list[tuple[int, int]], device: torch.device) -> list[Call]:

@@ -45,6 +45,7 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
     change = dataclasses.replace
     return {
         "plain": plain,
+        "unshared": change(plain, updates=UpdatesConfig(tokens_per_microbatch=64, share_prompts=False)),
         "pruned": change(
             plain, prune=PruneConfig(method="mdap", tau=1.0, weighting="multiplicity"), loss=LossConfig(kind="dapo")
         ),
