@@ -2,16 +2,16 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from . import distributed
 from .config import Config, EvalConfig, RewardConfig
 from .data import PromptData
+from .grading import Grading
 from .rewards import Grader
 from .rollout import Sampler
-from .types import Group, Prompt
+from .types import Prompt
 
 RIGHT = 0.99
 """A graded value of at least this is a right answer."""
@@ -46,23 +46,26 @@ class Accuracy:
         """Return {"avg@k", "pass@k", "ungraded"} over all prompts and ranks; pass@1, 2, 4 ... up to k."""
         mine = self.prompts[distributed.share(len(self.prompts))]
         k = self.config.samples
-        groups = sampler.sample(
-            mine, [k] * len(mine), seed=self.seed, step=EVAL_STEP, temperature=self.config.temperature
+        grading = Grading(self.grader, expected=k * len(mine))
+        sampler.sample(
+            mine,
+            [k] * len(mine),
+            seed=self.seed,
+            step=EVAL_STEP,
+            temperature=self.config.temperature,
+            finished=grading.add,
         )
-        counts = distributed.gather_lists(self._count(groups))
+        counts = distributed.gather_lists(self._count(grading))
         ks = sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
         result = {f"avg@{k}": _mean([right / k for right, _ in counts])}
         result |= {f"pass@{n}": _mean([pass_at_k(k, right, n) for right, _ in counts]) for n in ks if n > 1}
         return result | {"ungraded": float(sum(ungraded for _, ungraded in counts))}
 
-    def _count(self, groups: list[Group]) -> list[tuple[int, int]]:
+    def _count(self, grading: Grading) -> list[tuple[int, int]]:
         """(right, not gradable) per group; what could not be graded is not right."""
-        columns = grading_columns(groups)
-        graded = distributed.together(lambda: self.grader.grade(*columns) if groups else [])
-        values = iter(result[self.reward] for result in graded)
         counts = []
-        for group in groups:
-            own = [next(values) for _ in group.rollouts]
+        for _, results in distributed.together(grading.result):
+            own = [result[self.reward] for result in results]
             counts.append((sum(v is not None and v >= RIGHT for v in own), sum(v is None for v in own)))
         return counts
 
@@ -83,26 +86,6 @@ def build_accuracy(config: Config, tokenizer: PreTrainedTokenizerBase, grader: G
     prompts = PromptData(settings, tokenizer, seed=config.seed, section="eval").first(config.eval.prompts)
     reward = config.eval.reward or next(iter(config.reward.functions))
     return Accuracy(prompts, grader, reward=reward, config=config.eval, seed=config.seed)
-
-
-def grading_columns(groups: list[Group]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
-    """Prompts, completions and columns of all rollouts, in order, as reward functions take them.
-
-    Where the data held chat messages, a prompt is the list of messages and a completion a list of one message, as in
-    TRL. Columns are those that any prompt has (a prompt without one gives None), `completion_ids` and `finish_reason`.
-    """
-    prompts: list[Any] = []
-    completions: list[Any] = []
-    rows: list[dict[str, Any]] = []
-    for group in groups:
-        chat = not isinstance(group.prompt.text, str)
-        for rollout in group.rollouts:
-            prompts.append(group.prompt.text)
-            completions.append([{"role": "assistant", "content": rollout.text}] if chat else rollout.text)
-            sampled = {"completion_ids": rollout.completion_ids, "finish_reason": rollout.finish_reason}
-            rows.append(group.prompt.columns | sampled)
-    names = sorted({name for row in rows for name in row})
-    return prompts, completions, {name: [row.get(name) for row in rows] for name in names}
 
 
 def _mean(values: list[float]) -> float:

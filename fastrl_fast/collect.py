@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import torch
 
 from . import distributed
-from .accuracy import RIGHT, grading_columns
+from .accuracy import RIGHT
 from .budget import Budget, Outcome
 from .config import Config
 from .data import PromptData
 from .drop_reasons import FILTERED, SURPLUS, UNGRADED
+from .grading import Grading
 from .metrics import Clock, phase
 from .rewards import Grader, total
 from .rollout import Sampler
@@ -90,17 +91,18 @@ class Collector:
         ]
         wanted = [size for _, size in planned[mine]]
         while True:
-            self.grade(self.sample(groups, wanted, step=step, attempt=attempt))
+            grading = Grading(self.grader, expected=sum(wanted))
+            self.sample(groups, wanted, grading, step=step, attempt=attempt)
+            self.grade(grading)
             collected.counts["collect/rounds"] += 1
             wanted = self.budget.extend(groups)
             if not _anywhere(sum(wanted)):
                 return groups
 
     @phase("sample")
-    def sample(self, groups: list[Group], wanted: list[int], *, step: int, attempt: int) -> list[Group]:
-        """Add `wanted` further rollouts to each group and return these alone; randomness goes on where a group
-        stands."""
-        fresh: list[Group] = []
+    def sample(self, groups: list[Group], wanted: list[int], grading: Grading, *, step: int, attempt: int) -> None:
+        """Add `wanted` further rollouts to each group, which are being graded from then on; randomness goes on where a
+        group stands."""
         pairs = [(group, size) for group, size in zip(groups, wanted, strict=True) if size > 0]
         for present in sorted({len(group.rollouts) for group, _ in pairs}):
             alike = [(group, size) for group, size in pairs if len(group.rollouts) == present]
@@ -110,24 +112,21 @@ class Collector:
                 seed=self.config.seed,
                 step=step,
                 first_index=attempt * INDICES_PER_TRY + present,
+                finished=grading.add,
             )
             for (group, _), more in zip(alike, sampled, strict=True):
                 group.rollouts += more.rollouts
-            fresh += sampled
-        return fresh
 
     @phase("grade")
-    def grade(self, groups: list[Group]) -> None:
-        """Set rewards, their weighted sum, and right or wrong."""
-        columns = grading_columns(groups)
-        # Without a rollout there are no columns either, which the grader would call missing.
-        graded = iter(distributed.together(lambda: self.grader.grade(*columns) if groups else []))
+    def grade(self, grading: Grading) -> None:
+        """Wait for the rewards and set them, their weighted sum, and right or wrong."""
         decides = self.config.reward.right_name
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            rollout.rewards = next(graded)
-            rollout.reward = total(self.config.reward.terms, rollout.rewards)
-            value = rollout.rewards[decides]
-            rollout.right = value is not None and value >= RIGHT
+        for group, graded in distributed.together(grading.result):
+            for rollout, rewards in zip(group.rollouts, graded, strict=True):
+                rollout.rewards = rewards
+                rollout.reward = total(self.config.reward.terms, rewards)
+                value = rewards[decides]
+                rollout.right = value is not None and value >= RIGHT
 
     def _take(self, groups: list[Group], needed: int, collected: Collected) -> int:
         """Sort groups into those to train on and those left out; return how many were taken on all ranks."""

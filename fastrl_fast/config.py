@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .method_config import AdvantageConfig, BudgetConfig, PruneConfig, check_method
+from .method_config import AdvantageConfig, BudgetConfig, ImportanceConfig, PruneConfig, check_method
 from .rules import not_negative, positive, require
 
 LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo"]
@@ -149,6 +149,7 @@ class LossConfig:
     """Weight of the KL penalty against the frozen starting model; 0 = no reference model at all."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL: k1 = log ratio, k2 = half its square, k3 = low-variance (exp(-r) - 1 + r)."""
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
 
     def __post_init__(self) -> None:
         not_negative("loss", kl_coef=self.kl_coef)
@@ -156,6 +157,9 @@ class LossConfig:
             value = getattr(self, name)
             require(value is None or value >= 0, f"loss.{name}", "0 or greater", value)
         require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "greater than 1", self.dual_clip)
+        if self.kind in ("gspo", "gspo_token"):
+            rule = f"none, sequence_truncate or sequence_mask where loss.kind is {self.kind}"
+            require(not self.importance.kind.startswith("token"), "loss.importance.kind", rule, self.importance.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +308,9 @@ class Config:
             self.eval.reward,
         )
         check_method(self.budget, self.advantage, self.prune, right=self.reward.right_name)
+        if self.updates.old_logprobs == "rollout":
+            rule = "none where updates.old_logprobs is rollout: the ratio itself corrects"
+            require(self.loss.importance.kind == "none", "loss.importance.kind", rule, self.loss.importance.kind)
         updates = self.updates.minibatches * self.updates.epochs
         require(
             self.updates.minibatches <= self.data.prompts_per_step,

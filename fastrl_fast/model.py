@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,10 @@ def _check_no_leak(config: Any) -> None:
         raise ValueError(f"model.path: attention_chunk_size must be none, got {chunk}")
 
 
+HeadFunction = Callable[..., Any]
+"""Takes the arguments of `packed_logprobs`: it, or a loss made of it."""
+
+
 class LogprobHead(nn.Module):
     """The LM head as a module of its own: under FSDP2 its weight is whole only inside its own forward."""
 
@@ -81,8 +85,11 @@ class LogprobHead(nn.Module):
         self.softcap = softcap
         self.logit_scale = logit_scale
 
-    def forward(self, hidden: Tensor, targets: Tensor, row_index: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return packed_logprobs(
+    def forward(
+        self, hidden: Tensor, targets: Tensor, row_index: Tensor, temperature: float, evaluate: HeadFunction
+    ) -> Any:
+        """Return what `evaluate` makes of the weight."""
+        return evaluate(
             hidden,
             self.weight,
             targets,
@@ -95,8 +102,8 @@ class LogprobHead(nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward maps a packed batch to (logprobs [N], entropy [N]) of its targets,
-    float32."""
+    """A causal language model whose forward maps a packed batch to (logprobs [N], entropy [N]) of its targets, float32,
+    or to what else its head is asked to evaluate."""
 
     def __init__(self, lm: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
@@ -165,14 +172,14 @@ class Policy(nn.Module):
             return plan_prefixes(batch.cu_seqlens, batch.prefixes)
         return segments(batch.cu_seqlens)
 
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedBatch, evaluate: HeadFunction = packed_logprobs) -> Any:
         hidden = self.decoder(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
             packed_segments=self._plan(batch),
         ).last_hidden_state[0]
-        return self.head(hidden, batch.targets, batch.row_index, self.temperature)
+        return self.head(hidden, batch.targets, batch.row_index, self.temperature, evaluate)
 
 
 def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -95,6 +95,8 @@ UPDATE_MEANS = {
     "policy/clipped_high": "clipped_high",
     "policy/kl": "kl",
     "policy/sampler_gap": "sampler_gap",
+    "policy/importance": "importance",
+    "policy/importance_cut": "importance_cut",
 }
 """Means over the tokens of all updates of a step; sampler_gap is |logprob - rollout_logprob|, not 0 after an update."""
 

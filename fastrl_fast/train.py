@@ -11,13 +11,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import cli, distributed, run_folder, savings
-from .accuracy import Accuracy, build_accuracy, build_grader, grading_columns
+from .accuracy import Accuracy, build_accuracy, build_grader
 from .advantage import Posterior
 from .budget import build_budget
 from .builtin import resolve_model
 from .checkpoint import Checkpointer
 from .config import Config
 from .data import PromptData
+from .grading import grading_columns
 from .metrics import RunLog, check_trackers
 from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
 from .optimizer import build_optimizer

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from .checkpoint import Checkpointer
 from .collect import Collected, Collector
 from .config import Config
 from .data import PromptData
-from .loss import build_objective, policy_loss
+from .loss import build_objective, policy_loss, sum_names
 from .metrics import Clock, RunLog, phase
 from .model import Policy, full_weights
 from .optimizer import learning_rate
@@ -179,7 +180,7 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, step=self.steps_done, total_steps=self.total_steps)
         for group in self.parts.optimizer.param_groups:
             group["lr"] = rate
-        sums = {name: torch.zeros((), device=self.parts.device) for name in self._sum_names()}
+        sums = {name: torch.zeros((), device=self.parts.device) for name in sum_names(self.objective)}
         norms: list[float] = []
         planned = updates * self.config.updates.epochs
         for update in planned:
@@ -194,31 +195,20 @@ class Trainer:
         }
         return metrics, sums
 
-    def _sum_names(self) -> list[str]:
-        kl = ["kl"] if self.objective.kl_coef > 0 else []
-        return ["loss", "update_tokens", "entropy", "sampler_gap", "clipped_low", "clipped_high", "ratio", *kl]
-
     def _backward(self, update: Update, sums: dict[str, Tensor]) -> None:
+        # FSDP averages gradients over ranks: every rank divides by its share of the whole update's divisor.
+        ranks = distributed.world_size()
+        divisor = packing.Divisor(update.divisor.loss_tokens / ranks, update.divisor.loss_sequences / ranks)
+        limit = self.config.rollout.max_completion_tokens
         for number, batch in enumerate(update.batches, start=1):
             distributed.set_last_microbatch(self.parts.policy, number == len(update.batches))
-            logprobs, entropy = self.parts.policy(batch)
-            loss, stats = policy_loss(
-                logprobs,
-                batch,
-                self.objective,
-                divisor=update.divisor,
-                max_completion_tokens=self.config.rollout.max_completion_tokens,
+            evaluate = partial(
+                policy_loss, batch=batch, objective=self.objective, divisor=divisor, max_completion_tokens=limit
             )
-            # FSDP averages gradients over ranks; the loss is already divided by the whole update's divisor.
-            (loss * distributed.world_size()).backward()
-            stats |= {
-                "loss": loss.detach(),
-                "update_tokens": torch.tensor(float(batch.targets.numel())),
-                "entropy": entropy.detach().sum(),
-                "sampler_gap": (logprobs.detach() - batch.rollout_logprobs).abs().sum(),
-            }
-            for name, value in stats.items():
-                sums[name] += value
+            loss, parts = self.parts.policy(batch, evaluate)
+            loss.backward()
+            for name, value in parts.items():
+                sums[name] += value / ranks if name == "loss" else value
 
     def _optimizer_step(self) -> list[float]:
         """Clip and step; return the gradient norm, or nothing where it was not finite and the update was skipped."""

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from fastrl_fast.accuracy import grading_columns, pass_at_k
+from fastrl_fast.accuracy import pass_at_k
+from fastrl_fast.grading import grading_columns
 from fastrl_fast.types import Group, Prompt, Rollout
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,12 +35,17 @@ class Sampler:
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], list[int], int]] = []
 
-    def sample(self, prompts, group_sizes, *, seed, step, first_index=0, temperature=None) -> list[Group]:
+    def sample(
+        self, prompts, group_sizes, *, seed, step, first_index=0, temperature=None, finished=None
+    ) -> list[Group]:
         self.calls.append(([p.id for p in prompts], group_sizes, first_index))
-        return [
+        groups = [
             Group(p, [self.rollout(seed, step, p, first_index + k) for k in range(size)])
             for p, size in zip(prompts, group_sizes, strict=True)
         ]
+        for group in groups[::-1] if finished else ():
+            finished(group)
+        return groups
 
     def rollout(self, seed, step, prompt, index) -> Rollout:
         number = int(draw(seed, step, prompt.id, index) * 1e6)
@@ -48,6 +54,9 @@ class Sampler:
 
 class Grader:
     """Right with the prompt's own rate, decided by the completion."""
+
+    def submit(self, *batch, expected):
+        return SimpleNamespace(result=lambda: self.grade(*batch))
 
     def grade(self, prompts, completions, columns) -> list[dict[str, float | None]]:
         return [

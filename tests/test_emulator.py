@@ -266,8 +266,8 @@ def test_fused_policy_loss_with_the_cuda_kernels(on_cuda, dtype, monkeypatch):
     advantages, weights = torch.tensor([1.0, -1.0, 0.0, 0.5]), torch.rand(4, generator=make)
     tensors = [x.as_subclass(CudaTensor) for x in (hidden, weight, targets)]
     *ours, grad_bias = fused_policy_losses._forward(
-        *tensors, None, None, 1.0, None, 1.0, None, None, None, advantages, weights, None, cu,
-        0, 0, 0.2, 0.2, math.inf, 0.0, [True, True, False],
+        *tensors, None, None, 1.0, None, 1.0, None, None, None, None, advantages, weights, cu,
+        0, 0, 0, 0.2, 0.2, math.inf, 0.0, 0, 2.0, 0.0, [True, True, False],
     )  # fmt: skip
 
     def parts(dtype):

@@ -1,12 +1,22 @@
 """The fused loss against the two operators it replaces, and its gradient against float64 truth."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from numerics import assert_at_most_twice
 
-from fastrl_fast.ops import fused_policy_loss, logit_chunks, logit_slabs, packed_logprobs, policy_loss, reference
+from fastrl_fast.ops import (
+    Importance,
+    fused_policy_loss,
+    importance_weights,
+    logit_chunks,
+    logit_slabs,
+    packed_logprobs,
+    policy_loss,
+    reference,
+)
 
 HEADS = {
     "plain": {},
@@ -100,16 +110,114 @@ def test_float32_is_as_exact_as_torch(name, small_chunks):
         assert_at_most_twice(x, y, t, size=20 * size)
 
 
+@pytest.mark.parametrize("rows", [8, 12, 1024], ids=["made twice", "chunks", "one chunk"])
 @pytest.mark.parametrize("ratio", ["sequence", "sequence_token"])
-def test_sequence_ratios_on_policy(ratio, small_chunks):
-    """Before the first update every ratio is 1, and the tokens are independent."""
-    case = make()
-    ours, gradients = run(fused, *case, head={}, ratio=ratio, kl_coef=0.0)
-    truth, true_gradients = run(unfused, *case, head={}, ratio=ratio)
-    torch.testing.assert_close(ours[:3], truth[:3], rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize("name", LOSSES)
+def test_ratios_of_sequences(name, ratio, rows, small_chunks, monkeypatch):
+    """A chunk holds whole sequences (the longest has 12 tokens), or, where it can't, the logits are made twice."""
+    monkeypatch.setitem(logit_chunks.CHUNK_ROWS, "cpu", rows)
+    for seed in range(3):
+        leaves, rest, optional = make(name, seed=seed, spread=0.1)
+        settings = {"clip_low": 0.02, "clip_high": 0.02} | LOSSES[name] | {"ratio": ratio}
+        for old in (optional.pop("old_logprobs", None), None, rest[1].new_full((25,), -4.0)):
+            changed = optional | {"old_logprobs": old}
+            ours, gradients = run(fused, leaves, rest, changed, head={}, **settings)
+            truth, true_gradients = run(unfused, leaves, rest, changed, head={}, **settings)
+            torch.testing.assert_close(ours[:3], truth[:3], rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(gradients, true_gradients, rtol=1e-10, atol=1e-13)
+            for key, value in truth[3].items():
+                torch.testing.assert_close(ours[3][key], value, rtol=1e-11, atol=1e-13, msg=key)
+
+
+def logits_made(monkeypatch):
+    """A list that fills with the rows of each GEMM of logits."""
+    seen, fill = [], logit_slabs.Head.fill
+    monkeypatch.setattr(logit_slabs.Head, "fill", lambda self, x, *a: (seen.append(len(x)), fill(self, x, *a)))
+    return seen
+
+
+def test_chunks_of_whole_sequences_make_their_logits_once(monkeypatch):
+    leaves, rest, optional = make("clipped")
+    del optional["token_weights"]
+    seen = logits_made(monkeypatch)
+    for rows, made in ((12, [7, 12, 5, 1]), (19, [19, 5, 1]), (11, [24, 24, 1])):
+        monkeypatch.setitem(logit_chunks.CHUNK_ROWS, "cpu", rows)
+        seen.clear()
+        run(fused, leaves, rest, optional, head={}, ratio="sequence", clip_low=9, clip_high=99)
+        assert seen == made, "the lone token has no advantage; 11 rows are too few for the sequence of 12"
+
+
+IMPORTANCE = {
+    "token_truncate": Importance("token_truncate", cap=1.1),
+    "token_mask": Importance("token_mask", cap=1.1, floor=0.95),
+    "sequence_truncate": Importance("sequence_truncate", cap=1.05),
+    "sequence_mask": Importance("sequence_mask", cap=1.4, floor=0.8),
+}
+
+
+def weighted_loss(leaves, rest, optional, importance, *, ratio, kl_coef):
+    """The corrected PPO loss in plain float64 loops over sequences and tokens."""
+    hidden, weight, bias = leaves
+    targets, advantages, weights, cu = rest
+    logprobs, _ = reference.packed_logprobs(hidden, weight, targets, row_index=optional["row_index"], bias=bias)
+    old = optional["old_logprobs"] if optional.get("old_logprobs") is not None else logprobs.detach()
+    loss = 0.0
+    for s, (a, b) in enumerate(itertools.pairwise(cu.tolist())):
+        gaps = (old - optional["rollout_logprobs"])[a:b]
+        for t in range(a, b):
+            u = float((gaps.sum() if importance.of_sequences else gaps[t - a]).exp())
+            w = min(u, importance.cap)
+            if importance.masks:
+                w = u if importance.floor <= u <= importance.cap else 0.0
+            log_ratio = logprobs[t] - old[t] if ratio == "token" else (logprobs - old)[a:b].mean()
+            r, advantage = log_ratio.exp(), advantages[s]
+            term = w * torch.maximum(-advantage * r, -advantage * r.clamp(0.98, 1.03))
+            if kl_coef:
+                d = logprobs[t] - optional["ref_logprobs"][t]
+                term = term + kl_coef * ((-d).exp() - 1 + d)
+            loss = loss + weights[s] * term
+    return (loss,)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("old", ["own", "given"])
+@pytest.mark.parametrize(("ratio", "kind"), [
+    *(("token", kind) for kind in IMPORTANCE), ("sequence", "sequence_truncate"), ("sequence", "sequence_mask"),
+])  # fmt: skip
+def test_importance_weights_multiply_the_advantage_alone(ratio, kind, old, kl_coef, small_chunks, monkeypatch):
+    monkeypatch.setitem(logit_chunks.CHUNK_ROWS, "cpu", 12)
+    importance = IMPORTANCE[kind]
+    leaves, rest, optional = make("kl", seed=1, spread=0.2)
+    if old == "given":
+        optional["old_logprobs"] = optional["rollout_logprobs"] + 0.1 * torch.sin(torch.arange(25.0).double())
+    settings = {"ratio": ratio, "kl_coef": kl_coef}
+    truth, true_gradients = run(lambda h, w, *r, bias, row_index, ratio, kl_coef, **o: weighted_loss(
+        (h, w, bias), r, o | {"row_index": row_index}, importance, ratio=ratio, kl_coef=kl_coef
+    ), leaves, rest, optional, **settings)  # fmt: skip
+    ours, gradients = run(
+        fused, leaves, rest, optional, head={}, importance=importance, clip_low=0.02, clip_high=0.03, **settings
+    )
+    assert float(ours[0].detach()) == pytest.approx(float(truth[0].detach()), rel=1e-12)
     torch.testing.assert_close(gradients, true_gradients, rtol=1e-10, atol=1e-13)
-    with pytest.raises(ValueError, match=f"ratio '{ratio}' with old_logprobs or token_weights needs policy_loss"):
-        run(fused, *make("clipped"), head={}, ratio=ratio)
+    plain = run(fused, leaves, rest, optional, head={}, clip_low=0.02, clip_high=0.03, **settings)[1]
+    assert not torch.allclose(plain[0], gradients[0], rtol=1e-3)
+
+
+def test_importance_weights_by_hand():
+    """Ratios 1.5, 0.4, 3 and, of the second sequence, 0.5: products 1.8 and 0.5."""
+    logprobs = torch.tensor([1.5, 0.4, 3.0, 0.5]).log()
+    case = (logprobs, torch.zeros(4), torch.tensor([0, 3, 4]))
+    for kind, weights, cut in (
+        ("token_truncate", [1.5, 0.4, 2.0, 0.5], [0, 0, 1, 0]),
+        ("token_mask", [1.5, 0.0, 0.0, 0.5], [0, 1, 1, 0]),
+        ("sequence_truncate", [1.8, 0.5], [0, 0]),
+        ("sequence_mask", [1.8, 0.5], [0, 0]),
+    ):
+        ours = importance_weights(*case, Importance(kind, cap=2.0, floor=0.45))
+        torch.testing.assert_close(ours[0], torch.tensor(weights), msg=kind)
+        assert ours[1].tolist() == [bool(c) for c in cut], kind
+    huge = importance_weights(torch.tensor([300.0]), torch.zeros(1), torch.tensor([0, 1]), Importance("token_truncate"))
+    assert huge[0].tolist() == [2.0]
 
 
 def test_rows_without_gradient_are_not_multiplied(monkeypatch):
@@ -185,7 +293,8 @@ def test_opcheck_gradcheck_and_compile(small_chunks):
     targets, advantages, weights, cu = rest
     arguments = (
         hidden, weight, targets, optional["row_index"], bias, 0.7, None, 1.0, optional["old_logprobs"], None, None,
-        advantages, weights, optional["token_weights"], cu, 0, 2, 0.2, 0.2, math.inf, 0.0, [True, True, True],
+        optional["token_weights"], advantages, weights, cu, 0, 0, 2, 0.2, 0.2, math.inf, 0.0, 0, 2.0, 0.0,
+        [True, True, True],
     )  # fmt: skip
     torch.library.opcheck(torch.ops.fastrl_fast.fused_policy_loss.default, arguments)
 
@@ -206,6 +315,13 @@ def test_opcheck_gradcheck_and_compile(small_chunks):
         ({"temperature": 0.0}, "temperature must be > 0"),
         ({"clip_low": -1.0}, "clip_low must be >= 0"),
         ({"kl_coef": 0.1}, "kl_coef = 0.1 needs ref_logprobs"),
+        ({"importance": Importance("token_mask")}, "importance.kind = token_mask needs rollout_logprobs"),
+        (
+            {"importance": Importance("token_mask"), "rollout_logprobs": torch.zeros(25), "ratio": "sequence"},
+            "importance.kind must be of sequences where ratio is 'sequence', not token_mask",
+        ),
+        ({"importance": Importance("most")}, "importance.kind must be one of none, token_truncate"),
+        ({"importance": Importance(cap=1.0, floor=1.5)}, "importance.floor must be in [0, importance.cap = 1.0]"),
         ({"old_logprobs": torch.zeros(3)}, "old_logprobs must be one per token (25), not [3]"),
     ],
 )

@@ -3,12 +3,13 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from fastrl_fast.config import LossConfig
-from fastrl_fast.loss import OBJECTIVES, Objective, build_objective, policy_loss
+from fastrl_fast.loss import OBJECTIVES, Objective, build_objective, loss_terms, policy_loss, sum_names
 from fastrl_fast.model import Policy
 from fastrl_fast.ops import policy_loss as loss_operator
 from fastrl_fast.packing import Divisor, Sequence, pack
@@ -75,8 +76,17 @@ def naive(logprobs: list[float], batch: PackedBatch, objective: Objective, divis
     return loss
 
 
+def evaluate(
+    logprobs: torch.Tensor, batch: PackedBatch, objective: Objective, divisor: Divisor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, stats = loss_operator(
+        logprobs, **loss_terms(batch, objective, divisor=divisor, max_completion_tokens=MAX_TOKENS)
+    )
+    return loss, stats._asdict()
+
+
 def ours(logprobs: torch.Tensor, batch: PackedBatch, objective: Objective, divisor: Divisor) -> torch.Tensor:
-    return policy_loss(logprobs, batch, objective, divisor=divisor, max_completion_tokens=MAX_TOKENS)[0]
+    return evaluate(logprobs, batch, objective, divisor)[0]
 
 
 def one_token(advantage: float, ratio: float, **settings: object) -> float:
@@ -133,9 +143,7 @@ def test_clip_counts_are_of_tokens_whose_gradient_the_clip_took():
         batch = pack([Sequence([1], [2] * 3, [0.0] * 3, advantage, 1.0)])
         batch.old_logprobs = -torch.tensor(ratios).log()
         new = torch.zeros(3, requires_grad=True)
-        loss, stats = policy_loss(
-            new, batch, OBJECTIVES["grpo"], divisor=Divisor(3, 1), max_completion_tokens=MAX_TOKENS
-        )
+        loss, stats = evaluate(new, batch, OBJECTIVES["grpo"], Divisor(3, 1))
         assert (int(stats["clipped_low"]), int(stats["clipped_high"])) == expected
         (gradient,) = torch.autograd.grad(loss, new)
         assert int((gradient == 0).sum()) == sum(expected)
@@ -157,9 +165,7 @@ def test_ratios_are_per_token():
     batch = pack([Sequence([1], [2, 3, 4], [0.0] * 3, 1.0, 1.0)])
     batch.old_logprobs = torch.tensor([0.5, 0.4, 0.2], dtype=torch.float64).log()
     new = torch.tensor([0.55, 0.36, 0.30], dtype=torch.float64).log()
-    loss, stats = policy_loss(
-        new, batch, build_objective(LossConfig()), divisor=Divisor(3, 1), max_completion_tokens=MAX_TOKENS
-    )
+    loss, stats = evaluate(new, batch, build_objective(LossConfig()), Divisor(3, 1))
     assert float(loss) == pytest.approx(-(1.10 + 0.90 + 1.20) / 3)
     assert float(stats["ratio"]) == pytest.approx(1.10 + 0.90 + 1.50)
     assert (int(stats["clipped_low"]), int(stats["clipped_high"])) == (0, 1)
@@ -173,7 +179,7 @@ def test_gspo_ratio_is_normalised_by_length_and_sequences_weigh_equally(kind):
     batch.old_logprobs = torch.full((1010,), -0.01, dtype=torch.float64)
     objective = build_objective(LossConfig(kind=kind, clip_low=0.5, clip_high=0.5))
     new = torch.zeros(1010, dtype=torch.float64, requires_grad=True)
-    loss, stats = policy_loss(new, batch, objective, divisor=Divisor(1010, 2), max_completion_tokens=MAX_TOKENS)
+    loss, stats = evaluate(new, batch, objective, Divisor(1010, 2))
     assert float(stats["ratio"]) / 1010 == pytest.approx(1.01005, abs=1e-5)
     assert float(loss.detach()) == pytest.approx(-1.01005, abs=1e-5)
     (gradient,) = torch.autograd.grad(loss, new)
@@ -266,9 +272,7 @@ def test_old_logprobs_may_be_the_policys_own():
         results = []
         for old in (None, logprobs.detach().clone()):
             batch.old_logprobs = old
-            loss, stats = policy_loss(
-                logprobs, batch, OBJECTIVES[kind], divisor=whole(batch), max_completion_tokens=MAX_TOKENS
-            )
+            loss, stats = evaluate(logprobs, batch, OBJECTIVES[kind], whole(batch))
             assert float(stats["ratio"]) == 8.0
             results.append((loss.detach(), *torch.autograd.grad(loss, logprobs)))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -281,9 +285,7 @@ def test_a_second_epoch_is_off_policy():
     batch.old_logprobs = logprobs.detach().clone()
     ratios, clipped = [], []
     for _ in range(2):
-        loss, stats = policy_loss(
-            logprobs, batch, OBJECTIVES["grpo"], divisor=Divisor(8, 2), max_completion_tokens=MAX_TOKENS
-        )
+        loss, stats = evaluate(logprobs, batch, OBJECTIVES["grpo"], Divisor(8, 2))
         (gradient,) = torch.autograd.grad(loss, logprobs)
         with torch.no_grad():
             logprobs -= 5.0 * gradient
@@ -327,11 +329,12 @@ def test_an_empty_update_has_loss_zero_and_gradients_zero(kind, make_lm):
     policy = Policy(make_lm(), temperature=1.0)
     batch = pack([])
     objective = build_objective(LossConfig(kind=kind, kl_coef=0.1))
-    logprobs, _ = policy(batch)
-    batch.ref_logprobs = logprobs.detach()
+    batch.ref_logprobs = policy(batch)[0].detach()
     for divisor in (Divisor(0, 0), Divisor(10, 2)):
-        loss, stats = policy_loss(logprobs, batch, objective, divisor=divisor, max_completion_tokens=MAX_TOKENS)
-        assert float(loss.detach()) == 0.0 and all(float(v) == 0.0 for v in stats.values())
+        settings = {"batch": batch, "objective": objective, "divisor": divisor, "max_completion_tokens": MAX_TOKENS}
+        loss, sums = policy(batch, partial(policy_loss, **settings))
+        assert float(loss.detach()) == 0.0 and all(float(v) == 0.0 for v in sums.values())
+        assert list(sums) == sum_names(objective)
     loss.backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 

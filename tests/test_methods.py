@@ -1,6 +1,7 @@
 """Every method's recipe behind the demo: it parses, takes real steps, and goes on after a resume as if nothing was."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,10 +124,8 @@ def test_with_every_feature_off_the_update_is_plain_grpo_bit_for_bit(grader, tmp
     assert metrics["rollouts/kept"] == len(sequences) and metrics["tokens/generated"] == tokens
     order = sorted(range(len(sequences)), key=lambda i: (-plain.parts.shape.forward_flops(len(sequences[i])), i))
     batch = pack([sequences[i] for i in order])
-    logprobs, _ = plain.parts.policy(batch)
-    divisor = Divisor(tokens, 16)
-    objective = build_objective(config.loss)
-    loss, _ = policy_loss(logprobs, batch, objective, divisor=divisor, max_completion_tokens=20)
+    settings = {"batch": batch, "objective": build_objective(config.loss), "divisor": Divisor(tokens, 16)}
+    loss, _ = plain.parts.policy(batch, partial(policy_loss, **settings, max_completion_tokens=20))
     loss.backward()
     torch.nn.utils.clip_grad_norm_(plain.parts.policy.parameters(), config.optimizer.max_grad_norm)
     plain.parts.optimizer.step()

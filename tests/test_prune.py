@@ -1,6 +1,7 @@
 """Pruning: the two rules, weights that keep the balance, and rollouts that may be left out for free."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -235,10 +236,10 @@ def test_without_pruning_the_update_is_plain_grpo(kind, kl_coef, make_lm):
     sequences = [s for part in parts for s in part.sequences]
     assert len(sequences) == (12 if kl_coef else 8), "rollouts of zero advantage cost a forward pass only under KL"
     batch = pack(sequences)
-    logprobs = policy(batch)[0]
-    batch.ref_logprobs = logprobs.detach() - 0.1
+    batch.ref_logprobs = policy(batch)[0].detach() - 0.1
     objective = build_objective(LossConfig(kind=kind, kl_coef=kl_coef))
-    loss, _ = policy_loss(logprobs, batch, objective, divisor=divisor(parts), max_completion_tokens=10)
+    how = {"batch": batch, "objective": objective, "divisor": divisor(parts), "max_completion_tokens": 10}
+    loss, _ = policy(batch, partial(policy_loss, **how))
     assert float(loss.detach()) == pytest.approx(float(truth.detach()), abs=1e-6)
     for ours, right in zip(torch.autograd.grad(loss, list(policy.parameters())), expected, strict=True):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-6)

@@ -295,6 +295,34 @@ def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
     assert stops < seen
 
 
+@pytest.mark.parametrize("budget", [32768, 100], ids=["as rows leave a batch", "batch by batch"])
+def test_groups_are_told_when_their_last_rollout_is_there(budget: int) -> None:
+    """Each once, whole, and the first ones before the last are sampled."""
+    prompts, sizes = make_prompts(9, 4, 6, 5), [3, 2, 0, 4]
+    made = sampler(make_model(), max_completion_tokens=40, tokens_per_batch=budget)
+    silent = made.sample(prompts, sizes, seed=3, step=0)
+    sampled: list[list[int]] = []
+    told: list[tuple[str, list[tuple[list[int], list[float]]], int]] = []
+    decoded = made._rollout
+
+    def count(ids: list[int], logprobs: list[float]) -> Rollout:
+        sampled.append(ids)
+        return decoded(ids, logprobs)
+
+    made._rollout = count  # type: ignore[method-assign]
+
+    def finished(group: Group) -> None:
+        told.append((group.prompt.id, outcome([group]), len(sampled)))
+
+    groups = made.sample(prompts, sizes, seed=3, step=0, finished=finished)
+    assert outcome(groups) == outcome(silent)
+    assert {name: rollouts for name, rollouts, _ in told} == {group.prompt.id: outcome([group]) for group in groups}
+    assert len(told) == len(groups)
+    whens = [when for _, _, when in told]
+    assert whens[0] == 0, "the group of none has nothing to wait for"
+    assert whens[1] < whens[-1] == 9
+
+
 def test_a_single_token_and_a_prompt_that_fills_the_context() -> None:
     made = sampler(make_model(max_position_embeddings=16), max_completion_tokens=5)
     with pytest.warns(UserWarning, match="context of 16"):

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastrl_fast import ops
 from fastrl_fast.accuracy import build_grader
 from fastrl_fast.config import (
     AdvantageConfig,
     BudgetConfig,
     Config,
     DataConfig,
+    ImportanceConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -23,6 +25,7 @@ from fastrl_fast.config import (
     RolloutConfig,
     UpdatesConfig,
 )
+from fastrl_fast.loss import OBJECTIVES
 from fastrl_fast.model import full_weights
 from fastrl_fast.rewards import Grader
 from fastrl_fast.train import build_parts, load_inputs
@@ -112,6 +115,90 @@ def test_a_step_of_every_method_adds_up(
     if epochs > 1:
         assert metrics["policy/ratio"] != 1.0
         assert metrics["policy/sampler_gap"] > 1e-4
+
+
+def two_operators(hidden, weight, targets, *, importance, **settings):
+    """What the fused operator replaces: all logits made again for the gradient."""
+    head = {name: settings.pop(name) for name in ("row_index", "bias", "temperature", "softcap", "logit_scale")}
+    logprobs, entropy = ops.packed_logprobs(hidden, weight, targets, **head)
+    loss, stats = ops.policy_loss(logprobs, **settings)
+    return loss, logprobs.detach(), entropy.detach(), stats
+
+
+@pytest.mark.parametrize("updates", [(1, 1), (2, 2)], ids=["one update", "four updates"])
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_the_fused_update_is_that_of_the_two_operators(make_trainer, monkeypatch, kind, updates) -> None:
+    """With plain gradient descent, where a difference of the gradients stays as small as it is."""
+    results = []
+    for operator in (ops.fused_policy_loss, two_operators):
+        monkeypatch.setattr(ops, "fused_policy_loss", operator)
+        kl = 0.1 if kind in ("grpo", "gspo") else 0.0
+        trainer = make_trainer(
+            loss=LossConfig(kind=kind, kl_coef=kl, clip_low=1e-3, clip_high=1e-3),
+            prune=PruneConfig(method="none"),
+            optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
+            updates=UpdatesConfig(minibatches=updates[0], epochs=updates[1], tokens_per_microbatch=256),
+        )
+        trainer.parts.optimizer = torch.optim.SGD(trainer.parts.policy.parameters(), lr=1e-2)
+        before = weights(trainer)
+        metrics = trainer.step()
+        results.append((weights(trainer) - before, metrics))
+    (ours, our_metrics), (theirs, their_metrics) = results
+    assert float((ours - theirs).norm()) <= 1e-5 * float(theirs.norm()) > 0
+    for name, value in their_metrics.items():
+        if not name.startswith("seconds"):
+            assert our_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    if updates != (1, 1):
+        assert our_metrics["policy/clipped_low"] + our_metrics["policy/clipped_high"] > 0
+
+
+def halved(trainer: Trainer) -> Trainer:
+    """Its sampler reports half of each probability."""
+    sample = trainer.parts.sampler.sample
+
+    def report(*args: object, **settings: object) -> list:
+        groups = sample(*args, **settings)
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            rollout.rollout_logprobs = [x - math.log(2.0) for x in rollout.rollout_logprobs]
+        return groups
+
+    trainer.parts.sampler.sample = report
+    return trainer
+
+
+IMPORTANCE = [
+    # kind, cap, weight of each token that follows where each token is twice as likely as the sampler said
+    ("token_truncate", 1.5, 1.5),
+    ("token_truncate", 2.5, 2.0),
+    ("token_mask", 1.5, 0.0),
+    ("token_mask", 2.5, 2.0),
+    ("sequence_truncate", 1.5, 1.5),
+    ("sequence_mask", 1.5, 0.0),
+]
+
+
+def test_importance_weights_correct_the_update(make_trainer) -> None:
+    """Each one multiplies the whole update, here by one number."""
+    moves, settings = [], {"optimizer": OptimizerConfig(lr=1e3, max_grad_norm=1e9)}
+    for kind, cap, weight in [("none", 2.0, 1.0), *IMPORTANCE]:
+        loss = LossConfig(importance=ImportanceConfig(kind=kind, cap=cap))
+        trainer = halved(make_trainer(loss=loss, **settings))
+        trainer.parts.optimizer = torch.optim.SGD(trainer.parts.policy.parameters(), lr=1.0)
+        before = weights(trainer)
+        metrics = trainer.step()
+        moves.append(weights(trainer) - before)
+        assert float((moves[-1] - weight * moves[0]).norm()) <= 1e-5 * float(moves[0].norm()) > 0
+        if kind != "none":
+            assert metrics["policy/importance"] == pytest.approx(weight, rel=1e-5)
+            assert metrics["policy/importance_cut"] == float(cap < 2.0)
+
+
+def test_importance_weights_of_several_updates_are_those_of_the_first(make_trainer) -> None:
+    """They come from the old logprobs, however far the policy has moved since."""
+    loss = LossConfig(importance=ImportanceConfig(kind="token_truncate", cap=2.5))
+    metrics = halved(make_trainer(loss=loss, updates=UpdatesConfig(minibatches=2, epochs=2))).step()
+    assert metrics["policy/importance"] == pytest.approx(2.0, rel=1e-5)
+    assert metrics["policy/ratio"] != 1.0
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "gspo_token", "cispo"])

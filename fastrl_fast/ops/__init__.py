@@ -4,6 +4,7 @@ from fastrl_fast.ops.choose_rollouts import CHOICES, Choice, choose_rollouts, gr
 from fastrl_fast.ops.fused_policy_loss import fused_policy_loss
 from fastrl_fast.ops.gradient_sketch import gradient_sketch
 from fastrl_fast.ops.group_advantage import PRESETS, group_advantage
+from fastrl_fast.ops.importance import IMPORTANCE_KINDS, Importance, importance_weights
 from fastrl_fast.ops.packed_logprobs import packed_logprobs
 from fastrl_fast.ops.policy_loss import PolicyLossStats, policy_loss
 from fastrl_fast.ops.selection import RULES, select_diverse
@@ -12,9 +13,11 @@ from fastrl_fast.ops.sharded_logprobs import Shard, sharded_logprobs
 
 __all__ = [
     "CHOICES",
+    "IMPORTANCE_KINDS",
     "PRESETS",
     "RULES",
     "Choice",
+    "Importance",
     "PolicyLossStats",
     "Shard",
     "choose_rollouts",
@@ -22,6 +25,7 @@ __all__ = [
     "gradient_sketch",
     "group_advantage",
     "group_fidelity",
+    "importance_weights",
     "packed_logprobs",
     "policy_loss",
     "select_diverse",

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from fastrl_fast.ops import logit_chunks, logit_slabs
 from fastrl_fast.ops._lib import check, library
+from fastrl_fast.ops.importance import IMPORTANCE_KINDS, Importance, check_importance
+from fastrl_fast.ops.loss_rows import Columns, LossRows, LossSettings
 from fastrl_fast.ops.packed_logprobs import (
+    build_head,
     check_settings,
     check_targets,
     check_tensors,
@@ -24,8 +27,9 @@ from fastrl_fast.ops.policy_loss import check_tensors as check_loss_tensors
 library.define(
     "fused_policy_loss(Tensor hidden, Tensor weight, Tensor targets, Tensor? row_index, Tensor? bias, "
     "float temperature, float? softcap, float logit_scale, Tensor? old_logprobs, Tensor? ref_logprobs, "
-    "Tensor? rollout_logprobs, Tensor advantages, Tensor weights, Tensor? token_weights, Tensor cu_targets, int clip, "
-    "int kl, float clip_low, float clip_high, float dual_clip, float kl_coef, bool[] needs) "
+    "Tensor? rollout_logprobs, Tensor? token_weights, Tensor advantages, Tensor weights, Tensor cu_targets, int ratio, "
+    "int clip, int kl, float clip_low, float clip_high, float dual_clip, float kl_coef, int importance, float cap, "
+    "float floor, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -54,6 +58,7 @@ def fused_policy_loss(
     dual_clip: float | None = None,
     kl: str = "k3",
     kl_coef: float = 0.0,
+    importance: Importance | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, PolicyLossStats]:
     """Return policy_loss(packed_logprobs(...)) and its parts, with three GEMMs in all instead of four.
 
@@ -62,18 +67,22 @@ def fused_policy_loss(
     known beforehand to have none only pass through the memory of `packed_logprobs`. The gradients of `hidden`, `weight`
     and `bias` are made here, once, in float32 (float64 where computed in float64), and only handed out by backward:
     of the loss alone, logprobs and entropy are constants. `weight` in low precision needs a float32 sum of its size.
-    Each token's loss must depend on its own logprob alone: `ratio` other than token needs `old_logprobs` None (one
-    update per sample: every ratio is 1) and no `token_weights`.
+    Where a sequence's tokens depend on each other (`ratio` other than token with `old_logprobs` or `token_weights`,
+    `importance` of sequences without `old_logprobs`), a chunk holds whole sequences; where one has more rows than a
+    chunk, all logits are made twice.
 
     Args:
         hidden, weight, targets, row_index, bias, temperature, softcap, logit_scale: as in `packed_logprobs`.
         advantages, weights, cu_targets and all other settings: as in `policy_loss`.
+        importance: multiplies the advantages by `importance_weights` of the old logprobs, or of the policy's own where
+            these are None; the KL term keeps its weight. None = no correction.
 
     Returns:
         loss [], logprobs [N], entropy [N], statistics.
 
     Raises:
-        ValueError: as `packed_logprobs` and `policy_loss` do, and where a ratio of whole sequences would be needed.
+        ValueError: as `packed_logprobs` and `policy_loss` do; an importance of tokens with a ratio of sequences; kinds
+            or bounds of `importance` that are none.
 
     Source: design.md 4.1.
     """
@@ -84,103 +93,53 @@ def fused_policy_loss(
     like = targets.new_empty(targets.shape, dtype=torch.float32, device="meta")
     check_loss_tensors(like, advantages, weights, cu_targets, (*given, token_weights))
     check(kl_coef == 0 or ref_logprobs is not None, f"kl_coef = {kl_coef} needs ref_logprobs")
-    alone = ratio == "token" or (old_logprobs is None and token_weights is None)
+    importance = importance or Importance()
+    check_importance(importance, rollout_logprobs)
     check(
-        alone, f"ratio {ratio!r} with old_logprobs or token_weights needs policy_loss: its tokens are not independent"
+        ratio == "token" or importance.of_sequences or importance.kind == "none",
+        f"importance.kind must be of sequences where ratio is {ratio!r}, not {importance.kind}",
     )
     asked = torch.is_grad_enabled()
     needs = [asked and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     loss, logprobs, entropy, stats, *_ = torch.ops.fastrl_fast.fused_policy_loss(
         hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale),
-        *given, advantages, weights, token_weights, cu_targets, CLIP_KINDS.index(clip), KL_KINDS.index(kl),
-        float(clip_low), float(clip_high), math.inf if dual_clip is None else float(dual_clip), float(kl_coef), needs,
+        *given, token_weights, advantages, weights, cu_targets,
+        RATIO_KINDS.index(ratio), CLIP_KINDS.index(clip), KL_KINDS.index(kl),
+        float(clip_low), float(clip_high), math.inf if dual_clip is None else float(dual_clip), float(kl_coef),
+        IMPORTANCE_KINDS.index(importance.kind), float(importance.cap), float(importance.floor), needs,
     )  # fmt: skip
     return loss, logprobs, entropy, PolicyLossStats(*stats.unbind())
 
 
 def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    row_index: Tensor | None,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    old: Tensor | None,
-    ref: Tensor | None,
-    rollout: Tensor | None,
-    advantages: Tensor,
-    weights: Tensor,
-    token_weights: Tensor | None,
-    cu_targets: Tensor,
-    *settings: Any,
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *loss_settings, kl_coef, needs = settings
-    dtype = compute_dtype(hidden, weight)
-    head = logit_slabs.Head(
-        weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
-    )
+    bias, needs = rest[0], rest[-1]
+    head = build_head(hidden, weight, *rest[:4])
     check_targets(targets, weight)
-    lengths = cu_targets.diff()
-    a, w = (torch.repeat_interleave(x.to(dtype), lengths) for x in (advantages, weights))
-    w = w if token_weights is None else w * token_weights.to(dtype)
-    # Without a gradient these rows need no logits of their own to be kept.
-    quiet = (w == 0) | (a == 0) if kl_coef == 0 else w == 0
-    order = torch.cat([torch.nonzero(~quiet)[:, 0], torch.nonzero(quiet)[:, 0]])
-    moving = order[: order.shape[0] - int(quiet.sum())]
-    n, tokens = moving.shape[0], targets.shape[0]
-    rows = gather_rows(hidden, order if row_index is None else row_index[order], operand_dtype(hidden, weight))
-    columns = [None if x is None else x.to(dtype)[order] for x in (old, ref, rollout)]
-    targets, a, w = targets[order], a[order], w[order]
-    parts: list[tuple[Tensor, Tensor]] = []
-
-    def slope(logprobs: Tensor, part: slice) -> Tensor:
-        loss, gradient, stats = torch.ops.fastrl_fast.policy_loss(
-            logprobs, *(None if x is None else x[part] for x in columns), a[part], w[part], None,
-            torch.arange(part.stop - part.start + 1, device=logprobs.device),
-            RATIO_KINDS.index("token"), *loss_settings, kl_coef,
-        )  # fmt: skip
-        parts.append((loss.double(), stats))
-        return gradient
-
-    made = logit_chunks.walk(rows[:n], targets[:n], head, slope, (needs[0], needs[1], needs[2]))
-    logprobs, entropy = made.logprobs, made.entropy
-    if n < tokens:
-        silent = logit_slabs.finish(logit_slabs.forward(rows[n:], targets[n:], head))[2:]
-        slope(silent[0], slice(n, tokens))
-        logprobs, entropy = torch.cat([logprobs, silent[0]]), torch.cat([entropy, silent[1]])
-    loss, stats = _add_up(parts, logprobs)
+    work = LossRows(Columns(*rest[4:11]), LossSettings(*rest[11:-1]), head.dtype)
+    order, n = work.order, work.moving
+    source = order if row_index is None else row_index[order]
+    rows, targets = gather_rows(hidden, source, operand_dtype(hidden, weight)), targets[order]
+    made = logit_chunks.walk(rows[:n], targets[:n], head, work, (needs[0], needs[1], needs[2]))
+    quiet = logit_slabs.finish(logit_slabs.forward(rows[n:], targets[n:], head))[2:]
+    if n < targets.shape[0]:
+        work.slope(quiet[0], slice(n, targets.shape[0]))
+    loss, stats = work.totals()
+    logprobs, entropy = (
+        x.new_empty(order.shape).index_copy_(0, order, torch.cat([x, y]))
+        for x, y in zip((made.logprobs, made.entropy), quiet, strict=True)
+    )
     nothing = hidden.new_empty(0)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(tokens, device=order.device)
-    source = moving if row_index is None else row_index[moving]
     return (
-        loss.to(dtype),
-        logprobs[back],
-        entropy[back],
+        loss.to(head.dtype),
+        logprobs,
+        entropy,
         stats,
-        nothing if made.grad_rows is None else scatter_rows(made.grad_rows, source, hidden),
+        nothing if made.grad_rows is None else scatter_rows(made.grad_rows, source[:n], hidden),
         nothing.clone() if made.grad_weight is None else made.grad_weight.to(weight.dtype),
         nothing.clone() if made.grad_bias is None or bias is None else made.grad_bias.to(bias.dtype),
     )
-
-
-def _add_up(parts: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge losses and statistics of all chunks, in their order."""
-    loss = like.new_zeros((), dtype=torch.float64)
-    names = PolicyLossStats._fields
-    stats = like.new_zeros(len(names), dtype=torch.float64)
-    lowest, highest = names.index("ratio_min"), [names.index("ratio_max"), names.index("sampler_gap_max")]
-    stats[lowest] = math.inf
-    stats[highest] = -math.inf
-    for part_loss, part in parts:
-        loss += part_loss
-        merged = stats + part
-        merged[lowest] = torch.minimum(stats[lowest], part[lowest])
-        merged[highest] = torch.maximum(stats[highest], part[highest])
-        stats = merged
-    return loss, stats
 
 
 for _device in ("CPU", "CUDA"):
@@ -211,7 +170,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _gradient(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    results: list[Tensor | None] = [None] * 22
+    results: list[Tensor | None] = [None] * 26
     if grad_loss is not None:
         # The usual upstream 1 is worth looking at: the product would be one more tensor of the weight's size.
         is_one = type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and bool(grad_loss == 1)

@@ -4,8 +4,9 @@
 whole row. Here a chunk of rows keeps its logits until the loss has said what their gradient is.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,67 +29,130 @@ class Walk(NamedTuple):
     grad_bias: Tensor | None
 
 
-def walk(
-    hidden: Tensor,
-    targets: Tensor,
-    head: Head,
-    slope: Callable[[Tensor, slice], Tensor],
-    needs: tuple[bool, bool, bool],
-) -> Walk:
-    """Return logprobs and entropy [N] of every row, and the gradients of a loss that is a sum over rows.
+class Slopes(Protocol):
+    """What a walk asks about the loss."""
 
-    hidden [N, H] in `head.dtype`, or in bfloat16 on CUDA with float32 sums; targets [N]. slope(logprobs, rows) is
-    called once for each chunk of rows, in order, and returns d loss / d logprob of each; rows whose slope is 0 take no
-    part in the second and third GEMM.
+    sparse: bool
+    """Whether rows may have slope 0, so that it pays to look for them."""
+    borders: list[int] | None
+    """Where rows belong together: offsets of what must lie in one chunk, 0 the first; None = each row stands alone."""
+
+    def slope(self, logprobs: Tensor, rows: slice) -> Tensor:
+        """Return d loss / d logprob of each row; called once for each chunk, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Some rows and their logits, kept as one contiguous block per slab of the vocabulary."""
+
+    rows: slice
+    hidden: Tensor
+    targets: Tensor
+    slabs: list[tuple[slice, Tensor]]
+
+
+def walk(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple[bool, bool, bool]) -> Walk:
+    """Return logprobs and entropy [N] of every row, and the gradients of `loss`.
+
+    hidden [N, H] in `head.dtype`, or in bfloat16 on CUDA with float32 sums; targets [N]. Rows whose slope is 0 take no
+    part in the second and third GEMM. Where a chunk would be too small for rows that belong together the logits are
+    made twice.
     """
-    n = hidden.shape[0]
-    logprobs, entropy = hidden.new_empty(2, n, dtype=head.dtype)
-    grad_rows = torch.zeros_like(hidden, dtype=head.dtype) if needs[0] else None
-    grad_weight = torch.empty_like(head.weight, dtype=head.dtype) if needs[1] else None
-    written = False
-    grad_bias = torch.zeros_like(head.bias, dtype=torch.float64) if needs[2] and head.bias is not None else None
     vocabulary, device = head.weight.shape[0], hidden.device.type
-    most = max(1, min(CHUNK_ROWS[device], CHUNK_ELEMENTS[device] // vocabulary, n))
-    chunks = max(1, -(-n // most))
-    step = max(1, -(-n // chunks))  # of equal size, or the last GEMMs would be small ones
-    kept = hidden.new_empty(min(step, n) * vocabulary, dtype=head.dtype)
-    for rows in logit_slabs.slices(n, step):
-        part, y = hidden[rows], targets[rows]
+    stretches = _stretches(hidden.shape[0], vocabulary, device, loss.borders)
+    if stretches is None:
+        return _walk_twice(hidden, targets, head, loss, needs)
+    made = Walk(
+        hidden.new_empty(hidden.shape[0], dtype=head.dtype),
+        hidden.new_empty(hidden.shape[0], dtype=head.dtype),
+        torch.zeros_like(hidden, dtype=head.dtype) if needs[0] else None,
+        torch.empty_like(head.weight, dtype=head.dtype) if needs[1] else None,
+        torch.zeros_like(head.bias, dtype=torch.float64) if needs[2] and head.bias is not None else None,
+    )
+    written = False
+    most = max((rows.stop - rows.start for rows in stretches), default=0)
+    kept = hidden.new_empty(most * vocabulary, dtype=head.dtype)
+    for rows in stretches:
         slabs = _slabs(kept, rows.stop - rows.start, vocabulary, logit_slabs.LIMITS[device])
-        sums = logit_slabs.start(part, head.dtype)
-        for columns, logits in slabs:
-            head.fill(logits, part, *head.part(columns, part.dtype))
-            logit_slabs.fold(logits, y, columns.start, head.scale, sums)
-        row_max, log_sum, logprobs[rows], entropy[rows] = logit_slabs.finish(sums)
-        g = slope(logprobs[rows], rows)
-        live = torch.nonzero(g)[:, 0]
-        if live.shape[0] == 0 or not any(needs):
-            continue
-        grads = Grads(
-            row_max=row_max, log_sum=log_sum, entropy=entropy[rows], logprobs=g, upstream_entropy=torch.zeros_like(g)
-        )
-        whole = live.shape[0] == part.shape[0]
-        if not whole:
-            part, y, grads = part[live], y[live], grads[live]
-        grad_part = None
-        if grad_rows is not None:
-            grad_part = grad_rows[rows] if whole else torch.zeros_like(part, dtype=head.dtype)
-        for columns, logits in slabs:
-            kept_logits = logits if whole else logits[live]
-            d = logit_slabs.differentiate(kept_logits, y, columns.start, head, grads, part.dtype)
-            if grad_part is not None:
-                logit_slabs.add_product(grad_part, d, head.part(columns, part.dtype)[0])
-            if grad_weight is not None and written:
-                logit_slabs.add_product(grad_weight[columns], d.t(), part)
-            elif grad_weight is not None:
-                logit_slabs.multiply(d.t(), part, grad_weight[columns])
-            if grad_bias is not None:
-                grad_bias[columns] += d.sum(0, dtype=torch.float64)
-        written = True
-        if grad_rows is not None and grad_part is not None and not whole:
-            grad_rows[rows].index_copy_(0, live, grad_part)
-    if grad_weight is not None and not written:
-        grad_weight.zero_()
+        chunk = _Chunk(rows, hidden[rows], targets[rows], slabs)
+        grads = _fill(chunk, head, loss, made)
+        live = torch.nonzero(grads.logprobs)[:, 0] if loss.sparse else None
+        if any(needs) and (live is None or live.shape[0] > 0):
+            _add_gradients(chunk, head, grads, live, made, first=not written)
+            written = True
+    if made.grad_weight is not None and not written:
+        made.grad_weight.zero_()
+    return made
+
+
+def _stretches(rows: int, vocabulary: int, device: str, borders: list[int] | None) -> list[slice] | None:
+    """Cut the rows into chunks; None where what belongs together is too large for one."""
+    most = max(1, min(CHUNK_ROWS[device], CHUNK_ELEMENTS[device] // vocabulary))
+    if borders is None:  # of equal size, or the last GEMMs would be small ones
+        count = max(1, -(-rows // most))
+        return list(logit_slabs.slices(rows, max(1, -(-rows // count))))
+    whole, start = [], 0
+    for begin, end in pairwise(border for border in borders if border <= rows):
+        if end - begin > most:
+            return None
+        if end - start > most:
+            whole.append(slice(start, begin))
+            start = begin
+    return [*whole, slice(start, rows)] if start < rows else whole
+
+
+def _fill(chunk: _Chunk, head: Head, loss: Slopes, made: Walk) -> Grads:
+    """Make the logits of a chunk, write its logprobs and entropies, and return what its gradient needs."""
+    hidden, rows = chunk.hidden, chunk.rows
+    sums = logit_slabs.start(hidden, head.dtype)
+    for columns, logits in chunk.slabs:
+        head.fill(logits, hidden, *head.part(columns, hidden.dtype))
+        logit_slabs.fold(logits, chunk.targets, columns.start, head.scale, sums)
+    row_max, log_sum, made.logprobs[rows], made.entropy[rows] = logit_slabs.finish(sums)
+    return _grads(row_max, log_sum, made.entropy[rows], loss.slope(made.logprobs[rows], rows))
+
+
+def _grads(row_max: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor) -> Grads:
+    return Grads(
+        row_max=row_max, log_sum=log_sum, entropy=entropy, logprobs=slope, upstream_entropy=torch.zeros_like(slope)
+    )
+
+
+def _add_gradients(chunk: _Chunk, head: Head, grads: Grads, live: Tensor | None, made: Walk, *, first: bool) -> None:
+    """Add what a chunk's `live` rows (None = all) give to the gradients; the `first` chunk writes the weight's."""
+    part, targets = chunk.hidden, chunk.targets
+    if live is not None and live.shape[0] == part.shape[0]:
+        live = None
+    grad_part = None if made.grad_rows is None else made.grad_rows[chunk.rows]
+    if live is not None:
+        part, targets, grads = part[live], targets[live], grads[live]
+        grad_part = None if grad_part is None else torch.zeros_like(part, dtype=head.dtype)
+    for columns, logits in chunk.slabs:
+        kept = logits if live is None else logits[live]
+        slopes = logit_slabs.differentiate(kept, targets, columns.start, head, grads, part.dtype)
+        if grad_part is not None:
+            logit_slabs.add_product(grad_part, slopes, head.part(columns, part.dtype)[0])
+        if made.grad_weight is not None and first:
+            logit_slabs.multiply(slopes.t(), part, made.grad_weight[columns])
+        elif made.grad_weight is not None:
+            logit_slabs.add_product(made.grad_weight[columns], slopes.t(), part)
+        if made.grad_bias is not None:
+            made.grad_bias[columns] += slopes.sum(0, dtype=torch.float64)
+    if made.grad_rows is not None and grad_part is not None and live is not None:
+        made.grad_rows[chunk.rows].index_copy_(0, live, grad_part)
+
+
+def _walk_twice(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple[bool, bool, bool]) -> Walk:
+    """The same with logits that are made again for the gradient, in the memory of a slab."""
+    row_max, log_sum, logprobs, entropy = logit_slabs.finish(logit_slabs.forward(hidden, targets, head))
+    g = loss.slope(logprobs, slice(0, hidden.shape[0]))
+    grads = Grads(row_max=row_max, log_sum=log_sum, entropy=entropy, logprobs=g, upstream_entropy=torch.zeros_like(g))
+    live = torch.nonzero(g)[:, 0]
+    grad_live, grad_weight, grad_bias = logit_slabs.backward(hidden[live], targets[live], head, grads[live], needs)
+    grad_rows = None
+    if grad_live is not None:
+        grad_rows = torch.zeros_like(hidden, dtype=head.dtype).index_copy_(0, live, grad_live)
     return Walk(logprobs, entropy, grad_rows, grad_weight, grad_bias)
 
 

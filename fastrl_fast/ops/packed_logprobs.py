@@ -129,28 +129,29 @@ def gather_rows(hidden: Tensor, row_index: Tensor | None, dtype: torch.dtype) ->
     return (hidden if row_index is None else hidden.index_select(0, row_index)).to(dtype).contiguous()
 
 
+def build_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, logit_scale: float
+) -> logit_slabs.Head:
+    return logit_slabs.Head(
+        weight=weight,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        dtype=compute_dtype(hidden, weight),
+    )
+
+
 def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    row_index: Tensor | None,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int | None,
-    entropy: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *head_settings, ignore_index, entropy = settings
     if ignore_index is not None:
         asked = torch.nonzero(targets != ignore_index)[:, 0]
         row_index = asked if row_index is None else row_index[asked]
-        settings = (bias, temperature, softcap, logit_scale, None, entropy)
-        fewer = _forward(hidden, weight, targets[asked], row_index, *settings)
+        fewer = _forward(hidden, weight, targets[asked], row_index, *head_settings, None, entropy)
         return _spread(fewer, asked, targets.shape[0])
-    dtype = compute_dtype(hidden, weight)
-    head = logit_slabs.Head(
-        weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
-    )
+    head = build_head(hidden, weight, *head_settings)
     targets = targets.contiguous()
     check_targets(targets, weight)
     sums = logit_slabs.forward(gather_rows(hidden, row_index, operand_dtype(hidden, weight)), targets, head)
@@ -167,26 +168,11 @@ def _spread(
 
 
 def _backward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    row_index: Tensor | None,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int | None,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    needs: list[bool],
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = compute_dtype(hidden, weight)
-    head = logit_slabs.Head(
-        weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale, dtype=dtype
-    )
+    head, ignore_index = build_head(hidden, weight, *rest[:4]), rest[4]
+    grad_logprobs, grad_entropy, row_max, log_sum, entropy, needs = rest[5:]
+    dtype = head.dtype
     absent = torch.zeros_like(log_sum)
     grads = logit_slabs.Grads(
         row_max=row_max,

@@ -111,8 +111,17 @@ class Grader:
         self._lock = threading.Lock()
         self._open()
 
-    def submit(self, prompts: list[Any], completions: list[Any], columns: Mapping[str, list[Any]]) -> Handle:
+    def submit(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        columns: Mapping[str, list[Any]],
+        *,
+        expected: int | None = None,
+    ) -> Handle:
         """Start grading and return at once; `columns` holds one value per completion, such as `answer`.
+
+        `expected` completions in all are to come in several submissions: calls are as large as for one of all.
 
         Rewards use: `answer` (math, exact, number), `finish_reason` (math), `rg_dataset` and `rg_entry`
         (reasoning_gym), `completion_ids` (EasyR1's response_length); a user's function gets every column. Raises
@@ -125,7 +134,7 @@ class Grader:
         tasks = []
         for term, reward in enumerate(self._rewards):
             taken = reward.columns(dict(columns))
-            size = self._chunk_size(len(completions))
+            size = self._chunk_size(expected or len(completions))
             calls = [
                 Call(
                     term=term,

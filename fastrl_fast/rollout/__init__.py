@@ -1,6 +1,6 @@
 """Sampling of completions: the `Sampler` protocol and `build_sampler`, which picks the engine that the config names."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -25,9 +25,10 @@ class Sampler(Protocol):
         step: int,
         first_index: int = 0,
         temperature: float | None = None,
+        finished: Callable[[Group], None] | None = None,
     ) -> list[Group]:
         """One group per prompt, of the size asked for; `temperature` None means the config's, 0
-        the likeliest token each time.
+        the likeliest token each time. `finished` is told each group once its last rollout is there, in any order.
 
         A completion is a function of the weights, `seed`, `step`, the prompt and its index in the group, which counts
         from `first_index`: asking for more of a group later goes on where the first call ended.

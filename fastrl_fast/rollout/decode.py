@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ class DecodeBatch:
     limits: Tensor
 
 
+class Decoded(NamedTuple):
+    """Rows that are done: places in the batch [k], ids [k, steps] int64, logprobs [k, steps] float32 and lengths [k];
+    beyond its length a row is junk."""
+
+    places: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    lengths: Tensor
+
+
 @dataclass(slots=True)
 class _Rows:
     """The rows being decoded: place in the batch, newest token, its position, limit, mask, and whether done."""
@@ -59,8 +70,8 @@ class Decoder:
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @torch.inference_mode()
-    def run(self, batch: DecodeBatch, truncation: Truncation) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [R, steps] int64, logprobs [R, steps] float32 and lengths [R] int64; beyond its length a row is junk."""
+    def run(self, batch: DecodeBatch, truncation: Truncation) -> Iterator[Decoded]:
+        """Rows as they leave the batch, each once."""
         count, steps = batch.draws.shape
         width = max(map(len, batch.prompts))
         cache = RowCache(count, width + steps)
@@ -76,11 +87,14 @@ class Decoder:
             if step + 1 == steps:
                 break
             if (step + 1) % period == 0:
-                rows = self._drop_done(rows, cache)
+                rows, left = self._drop_done(rows, cache)
+                if len(left):
+                    yield Decoded(left, ids[left], logprobs[left], self._lengths(ids[left], batch.limits[left]))
                 if not len(rows.index):
-                    break
+                    return
             logits = self._step(rows, cache)
-        return ids, logprobs, self._lengths(ids, batch.limits)
+        left = rows.index
+        yield Decoded(left, ids[left], logprobs[left], self._lengths(ids[left], batch.limits[left]))
 
     def _feed_prompts(self, batch: DecodeBatch, cache: RowCache, width: int) -> tuple[Tensor, _Rows]:
         """The logits of each row's first token, and the rows; prompts are padded on the left to `width`."""
@@ -142,13 +156,15 @@ class Decoder:
         return output.logits[:, -1, : self.vocabulary]
 
     @staticmethod
-    def _drop_done(rows: _Rows, cache: RowCache) -> _Rows:
-        left = len(rows.done) - int(rows.done.sum())
-        if left and (len(rows.done) - left) * _DONE_SHARE < len(rows.done):
-            return rows
+    def _drop_done(rows: _Rows, cache: RowCache) -> tuple[_Rows, Tensor]:
+        """The rows that go on, and the places of those that leave."""
+        done = int(rows.done.sum())
+        if done < len(rows.done) and done * _DONE_SHARE < len(rows.done):
+            return rows, rows.index[:0]
+        left = rows.index[rows.done]
         keep = rows.done.logical_not().nonzero().squeeze(1)
         cache.select(keep)
-        return rows.select(keep)
+        return rows.select(keep), left
 
     def _lengths(self, ids: Tensor, limits: Tensor) -> Tensor:
         """Tokens of each row up to and with its first stop token, at most its limit."""

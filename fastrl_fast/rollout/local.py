@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,7 @@ class LocalSampler:
         step: int,
         first_index: int = 0,
         temperature: float | None = None,
+        finished: Callable[[Group], None] | None = None,
     ) -> list[Group]:
         """One group per prompt, of the size asked for; see `Sampler.sample`.
 
@@ -90,14 +91,22 @@ class LocalSampler:
         rows = self._rows(prompts, group_sizes, first_index)
         keys = _prompt_keys(prompts)
         truncation = self._truncation(self.config.temperature if temperature is None else temperature)
-        rollouts: dict[tuple[int, int], Rollout] = {}
+        groups = [
+            Group(prompt, [Rollout([], [], finish_reason="length") for _ in range(size)])
+            for prompt, size in zip(prompts, group_sizes, strict=True)
+        ]
+        missing = Counter(row.prompt for row in rows if row.limit > 0)
+        finished = finished or (lambda group: None)
+        for number, group in enumerate(groups):
+            if not missing[number]:
+                finished(group)
         for batch in _batches([row for row in rows if row.limit > 0], self.config.tokens_per_batch):
-            decoded = self._decode(batch, prompts, keys, truncation, seed=seed, step=step)
-            rollouts.update(((row.prompt, row.index), rollout) for row, rollout in zip(batch, decoded, strict=True))
-        groups = [Group(prompt=prompt, rollouts=[]) for prompt in prompts]
-        for row in rows:
-            empty = Rollout(completion_ids=[], rollout_logprobs=[], finish_reason="length")
-            groups[row.prompt].rollouts.append(rollouts.get((row.prompt, row.index), empty))
+            for row, rollout in self._decode(batch, prompts, keys, truncation, seed=seed, step=step):
+                group = groups[row.prompt]
+                group.rollouts[row.index - first_index] = rollout
+                missing[row.prompt] -= 1
+                if not missing[row.prompt]:
+                    finished(group)
         return groups
 
     def _truncation(self, temperature: float) -> Truncation:
@@ -136,7 +145,8 @@ class LocalSampler:
         *,
         seed: int,
         step: int,
-    ) -> list[Rollout]:
+    ) -> Iterator[tuple[_Row, Rollout]]:
+        """Each row's rollout once its last token is there."""
         numbers = list(dict.fromkeys(row.prompt for row in rows))
         place = {number: i for i, number in enumerate(numbers)}
         columns = [(place[row.prompt], keys[row.prompt], row.index, row.limit) for row in rows]
@@ -148,8 +158,9 @@ class LocalSampler:
             draws=uniforms(row_keys, indices, seed=seed, step=step, count=count),
             limits=limits,
         )
-        ids, logprobs, lengths = (x.tolist() for x in self._decoder.run(batch, truncation))
-        return [self._rollout(i[:n], p[:n]) for i, p, n in zip(ids, logprobs, lengths, strict=True)]
+        for done in self._decoder.run(batch, truncation):
+            for place, ids, logprobs, n in zip(*(x.tolist() for x in done), strict=True):
+                yield rows[place], self._rollout(ids[:n], logprobs[:n])
 
     def _rollout(self, ids: list[int], logprobs: list[float]) -> Rollout:
         stopped = ids[-1] in self.stop_ids
