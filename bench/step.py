@@ -23,8 +23,10 @@ import torch
 from fastrl_fast import cli, distributed, train
 from fastrl_fast.accuracy import build_grader
 from fastrl_fast.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, UpdatesConfig
+from fastrl_fast.loss import loss_terms
 from fastrl_fast.memory import ModelSize
 from fastrl_fast.model import build_policy
+from fastrl_fast.ops import policy_loss
 from fastrl_fast.optimizer import build_optimizer
 from fastrl_fast.trainer import Parts, Trainer
 from fastrl_fast.types import Group
@@ -41,11 +43,25 @@ CONFIG = Config(
 )
 """An on-policy update: one per step, no KL term, so that nothing is scored beforehand."""
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "shared prompt": {"share_prompts": True},
-    "plain packed": {"share_prompts": False},
+
+class RecomputedLoss(Trainer):
+    """The trainer without its fused loss: the backward pass of the logprobs computes the logits a second time."""
+
+    def _backward(self, update: Any, sums: dict[str, torch.Tensor]) -> None:
+        limit = self.config.rollout.max_completion_tokens
+        for batch in update.batches:
+            logprobs, _ = self.parts.policy(batch)
+            terms = loss_terms(batch, self.objective, divisor=update.divisor, max_completion_tokens=limit)
+            loss, _ = policy_loss(logprobs, **terms)
+            loss.backward()
+
+
+VARIANTS: dict[str, tuple[bool, type[Trainer]]] = {
+    "shared prompt": (True, Trainer),
+    "shared prompt, loss not fused": (True, RecomputedLoss),
+    "plain packed": (False, Trainer),
 }
-"""Settings of `updates` by name; `kept 3 of 8` before a name stands for the pruned groups."""
+"""Whether prompts are shared, and the trainer, by name; `kept 3 of 8` before a name stands for the pruned groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +82,36 @@ def layouts(*, geometry_groups: int) -> Iterator[Layout]:
     yield Layout("geometry3k 8 x 900/350", 900, spread_lengths(geometry_groups, 8, low=120, high=780), 4.0)
 
 
-class Update:
-    """The trainer's update of given groups, without sampler, data and graders; every call leaves the weights alone."""
+def update_trainer(policy: Any, *, kind: type[Trainer] = Trainer, **updates: Any) -> Trainer:
+    """A trainer that can pack, score and update, without sampler, data and graders."""
+    config = replace(CONFIG, updates=UpdatesConfig(**updates))
+    nothing: Any = None
+    parts = Parts(
+        policy=policy,
+        shape=policy.shape,
+        reference=None,
+        optimizer=build_optimizer(policy.parameters(), config.optimizer),
+        sampler=nothing,
+        data=nothing,
+        grader=nothing,
+        budget=nothing,
+        posterior=nothing,
+        accuracy=None,
+        checkpointer=nothing,
+        log=None,
+        device=torch.device("cpu"),
+    )
+    return kind(config, parts, total_steps=1)
 
-    def __init__(self, policy: Any, groups: list[Group], **updates: Any) -> None:
-        config = replace(CONFIG, updates=UpdatesConfig(**updates))
-        nothing: Any = None
-        parts = Parts(
-            policy=policy,
-            shape=policy.shape,
-            reference=None,
-            optimizer=build_optimizer(policy.parameters(), config.optimizer),
-            sampler=nothing,
-            data=nothing,
-            grader=nothing,
-            budget=nothing,
-            posterior=nothing,
-            accuracy=None,
-            checkpointer=nothing,
-            log=None,
-            device=torch.device("cpu"),
-        )
+
+class Update:
+    """One whole update of given groups; every call leaves the weights alone."""
+
+    def __init__(self, policy: Any, groups: list[Group], share: bool, kind: type[Trainer]) -> None:
         self.groups = groups
-        self.trainer = Trainer(config, parts, total_steps=1)
+        self.trainer = update_trainer(policy, kind=kind, share_prompts=share)
         self.parameters = list(policy.parameters())
-        parts.optimizer.register_step_pre_hook(self._look)
+        self.trainer.parts.optimizer.register_step_pre_hook(self._look)
         self.gradient = torch.empty(0)
 
     def __call__(self) -> torch.Tensor:
@@ -134,7 +155,7 @@ def measure_layout(model: str, layout: Layout, *, repeats: int) -> list[Row]:
         loads = {"kept 3 of 8, ": make_groups(layout.prompt, layout.completions, kept=3)} | loads
     runs: dict[str, timing.Run] = {}
     for prefix, groups in loads.items():
-        runs |= {prefix + name: Update(policy, groups, **settings) for name, settings in VARIANTS.items()}
+        runs |= {prefix + name: Update(policy, groups, *how) for name, how in VARIANTS.items()}
 
     def check(gradients: dict[str, Any]) -> None:
         for prefix in loads:
@@ -149,8 +170,8 @@ def measure_layout(model: str, layout: Layout, *, repeats: int) -> list[Row]:
     rows = []
     for prefix, groups in loads.items():
         tokens = sum(len(g.prompt.token_ids) + len(r.completion_ids) for g in groups for r in g.rollouts if r.kept)
-        for name, settings in VARIANTS.items():
-            floor = update_flops(size, groups, shared=settings["share_prompts"]) / rate
+        for name, (share, _) in VARIANTS.items():
+            floor = update_flops(size, groups, shared=share) / rate
             row = Row(case=case.name, variant=prefix + name, timing=timings[prefix + name], tokens=tokens, floor=floor)
             rows.append(row)
     print(f"{case.name}  (sgemm {rate / 1e9:.0f} GFLOP/s, load {os.getloadavg()[0]:.1f})")

@@ -200,9 +200,8 @@ def serve_trl(job: Job, commands: "Commands", *, plugin: bool) -> None:
     )
     kind: type = GRPOTrainer
     if plugin:
-        from fastrl_fast.integrations.trl import FastGRPOTrainer
-
         from fastrl_fast.config import PruneConfig
+        from fastrl_fast.integrations.trl import FastGRPOTrainer
 
         kind = FastGRPOTrainer
         prune = {name: PruneConfig(**settings) for name, settings in METHODS.items()}

@@ -62,8 +62,8 @@ def make_trainer(make_lm: Callable[..., Any], tokenizer: PreTrainedTokenizerFast
         usual = dict(
             output_dir=str(tmp_path), per_device_train_batch_size=6, gradient_accumulation_steps=2, max_steps=1,
             num_generations=SIZE, max_completion_length=8, shuffle_dataset=False, learning_rate=1e-5, use_cpu=True,
-            gradient_checkpointing=False, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
-            max_grad_norm=0.0, model_init_kwargs={"dtype": "float32"},
+            gradient_checkpointing=False, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
+            logging_steps=1, max_grad_norm=0.0, model_init_kwargs={"dtype": "float32"},
         )  # fmt: skip
         rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS] * 4)
         arguments = dict(args=GRPOConfig(**usual | settings), train_dataset=rows, processing_class=tokenizer)
@@ -205,7 +205,7 @@ def test_a_model_that_cannot_be_packed_is_refused(make_trainer):
         return found if packed is None else (found[0] - 0.01, found[1])
 
     trainer.model.forward = off
-    with pytest.raises(ValueError, match="packed logprobs differ from TRL's by 0.01"):
+    with pytest.raises(ValueError, match=r"packed logprobs differ from TRL's by 0\.01"):
         trainer.train()
 
 
