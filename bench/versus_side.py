@@ -133,11 +133,15 @@ class PlannedSampler:
             for row in job.rows()
         }
 
-    def sample(self, prompts: list[Prompt], group_sizes: list[int], **_: Any) -> list[Group]:
-        return [
-            Group(prompt, [Rollout(ids, [-1.0] * len(ids), "stop", text) for ids, text in self.rollouts[prompt.text]])
-            for prompt in prompts
-        ]
+    def sample(
+        self, prompts: list[Prompt], group_sizes: list[int], *, finished: Callable[[Group], None], **_: Any
+    ) -> list[Group]:
+        groups = []
+        for prompt in prompts:
+            rollouts = [Rollout(ids, [-1.0] * len(ids), "stop", text) for ids, text in self.rollouts[prompt.text]]
+            groups.append(Group(prompt, rollouts))
+            finished(groups[-1])
+        return groups
 
 
 def serve_trl(job: Job, commands: "Commands", *, plugin: bool) -> None:
