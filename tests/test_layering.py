@@ -29,7 +29,7 @@ RANKS = {
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "grading", "sharing_check", "trainer"],
+    4: ["accuracy", "collect", "grading", "integrations.packed_forward", "sharing_check", "trainer"],
     5: ["train", "evaluate", "export", "demo.pretrain", "integrations"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
