@@ -24,9 +24,10 @@ from fastrl_fast import distributed
 from fastrl_fast.config import Config, DataConfig, ModelConfig, UpdatesConfig
 from fastrl_fast.memory import STATE_BYTES, ModelSize, estimate_memory
 from fastrl_fast.model import build_policy
+from fastrl_fast.optimizer import build_optimizer
 
 from .load import make_groups
-from .step import update_trainer
+from .step import CONFIG, update_trainer
 
 QWEN25 = {
     "1.5B": dict(layers=28, hidden=1536, intermediate=8960, queries=1536, keys=256, vocabulary=151936, tied=True),
@@ -90,7 +91,8 @@ def rank_worker() -> None:
     policy = build_policy(lm, ModelConfig(path="none"), temperature=1.0)
     shape = policy.shape
     distributed.shard(policy, policy.shard_units, dtype=torch.float32, device=device)
-    trainer = update_trainer(policy, tokens_per_microbatch=TOKENS, share_prompts=False)
+    optimizer = build_optimizer(policy.parameters(), CONFIG.optimizer)
+    trainer = update_trainer(policy, optimizer, tokens_per_microbatch=TOKENS, share_prompts=False)
     trainer.parts.shape = shape
     # As many tokens for each rank whatever their number, of which each packs two full micro-batches.
     groups = make_groups(64, [[192] * 4] * (MICROBATCHES * distributed.world_size()))
@@ -100,7 +102,7 @@ def rank_worker() -> None:
     with Traffic() as traffic:
         trainer.update(trainer.pack(mine))
     held = {"parameters": sum(_bytes(_local(p)) for p in policy.parameters())}
-    states = trainer.parts.optimizer.state.values()
+    states = optimizer.state.values()
     held["optimizer"] = sum(_bytes(_local(s[name])) for s in states for name in ("exp_avg", "exp_avg_sq"))
     report = {
         "ranks": distributed.world_size(),

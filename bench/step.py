@@ -61,17 +61,18 @@ VARIANTS: dict[str, tuple[bool, type[Trainer]]] = {
     "shared prompt, loss not fused": (True, RecomputedLoss),
     "plain packed": (False, Trainer),
 }
-"""Whether prompts are shared, and the trainer, by name; `kept 3 of 8` before a name stands for the pruned groups."""
+"""Whether prompts are shared, and the trainer, by name; `kept 3` before a name stands for pruned groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Groups of one shape, and the least ratio of the plain packed update to the shared one that is promised."""
+    """Groups of one shape, how many of each pruning keeps, and the least ratio to plain packed that is promised."""
 
     name: str
     prompt: int
     completions: list[list[int]]
     wanted: float
+    kept: int | None = None
 
 
 def layouts(*, geometry_groups: int) -> Iterator[Layout]:
@@ -79,10 +80,12 @@ def layouts(*, geometry_groups: int) -> Iterator[Layout]:
     yield Layout("16 x 1024/64", 1024, [[64] * 16], 6.0)
     yield Layout("8 x 16/512", 16, [[512] * 8], 0.97)
     # The median of the spread is its geometric mean, 306; the mean 347.
-    yield Layout("geometry3k 8 x 900/350", 900, spread_lengths(geometry_groups, 8, low=120, high=780), 4.0)
+    yield Layout("geometry3k 8 x 900/350", 900, spread_lengths(geometry_groups, 8, low=120, high=780), 4.0, 3)
 
 
-def update_trainer(policy: Any, *, kind: type[Trainer] = Trainer, **updates: Any) -> Trainer:
+def update_trainer(
+    policy: Any, optimizer: torch.optim.Optimizer, *, kind: type[Trainer] = Trainer, **updates: Any
+) -> Trainer:
     """A trainer that can pack, score and update, without sampler, data and graders."""
     config = replace(CONFIG, updates=UpdatesConfig(**updates))
     nothing: Any = None
@@ -90,7 +93,7 @@ def update_trainer(policy: Any, *, kind: type[Trainer] = Trainer, **updates: Any
         policy=policy,
         shape=policy.shape,
         reference=None,
-        optimizer=build_optimizer(policy.parameters(), config.optimizer),
+        optimizer=optimizer,
         sampler=nothing,
         data=nothing,
         grader=nothing,
@@ -104,25 +107,29 @@ def update_trainer(policy: Any, *, kind: type[Trainer] = Trainer, **updates: Any
     return kind(config, parts, total_steps=1)
 
 
-class Update:
-    """One whole update of given groups; every call leaves the weights alone."""
+class Updates:
+    """Whole updates of given groups by one policy and one optimizer, which leave the weights alone."""
 
-    def __init__(self, policy: Any, groups: list[Group], share: bool, kind: type[Trainer]) -> None:
-        self.groups = groups
-        self.trainer = update_trainer(policy, kind=kind, share_prompts=share)
-        self.parameters = list(policy.parameters())
-        self.trainer.parts.optimizer.register_step_pre_hook(self._look)
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.optimizer = build_optimizer(policy.parameters(), CONFIG.optimizer)
+        self.optimizer.register_step_pre_hook(self._look)
         self.gradient = torch.empty(0)
 
-    def __call__(self) -> torch.Tensor:
-        """Every parameter's gradient, by its norm and its first numbers."""
-        updates = self.trainer.pack(self.groups)
-        self.trainer.score(updates)
-        self.trainer.update(updates)
-        return self.gradient
+    def run(self, groups: list[Group], share: bool, kind: type[Trainer]) -> timing.Run:
+        """A call that returns every parameter's gradient, by its norm and its first numbers."""
+        trainer = update_trainer(self.policy, self.optimizer, kind=kind, share_prompts=share)
+
+        def update() -> torch.Tensor:
+            updates = trainer.pack(groups)
+            trainer.score(updates)
+            trainer.update(updates)
+            return self.gradient
+
+        return update
 
     def _look(self, *_: Any) -> None:
-        looks = [x for p in self.parameters for x in (p.grad.norm()[None], p.grad.flatten()[:64])]
+        looks = [x for p in self.policy.parameters() for x in (p.grad.norm()[None], p.grad.flatten()[:64])]
         self.gradient = torch.cat(looks).clone()
 
 
@@ -149,13 +156,13 @@ class Row:
 def measure_layout(model: str, layout: Layout, *, repeats: int) -> list[Row]:
     """Check that all ways of computing the update agree, then time them in turns with the sgemm that sets the rate."""
     policy = build_policy(load_model(model), CONFIG.model, temperature=1.0)
-    size = ModelSize.of(policy.lm.config)
+    size, updates = ModelSize.of(policy.lm.config), Updates(policy)
     loads = {"": make_groups(layout.prompt, layout.completions)}
-    if len(layout.completions[0]) == 8 and layout.name.startswith("geometry"):
-        loads = {"kept 3 of 8, ": make_groups(layout.prompt, layout.completions, kept=3)} | loads
+    if layout.kept:
+        loads = {f"kept {layout.kept}, ": make_groups(layout.prompt, layout.completions, kept=layout.kept)} | loads
     runs: dict[str, timing.Run] = {}
     for prefix, groups in loads.items():
-        runs |= {prefix + name: Update(policy, groups, *how) for name, how in VARIANTS.items()}
+        runs |= {prefix + name: updates.run(groups, *how) for name, how in VARIANTS.items()}
 
     def check(gradients: dict[str, Any]) -> None:
         for prefix in loads:

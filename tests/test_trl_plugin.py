@@ -195,6 +195,14 @@ def test_ars_lowers_the_group_and_is_saved(make_trainer, tmp_path):
     assert sizes(resumed) == [4, 2, 2] and resumed.ceiling.state_dict() == trainer.ceiling.state_dict()
 
 
+def test_generation_goes_its_old_way(make_trainer):
+    """With a cache and padding on the left, the same tokens as the stock model's."""
+    prompts = {"input_ids": torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]]), "do_sample": False, "max_new_tokens": 12}
+    prompts["attention_mask"] = (prompts["input_ids"] > 0).long()
+    ours, theirs = (make_trainer(kind).model.eval().generate(**prompts) for kind in (FastGRPOTrainer, GRPOTrainer))
+    assert ours.shape[1] > 4 and torch.equal(ours, theirs)
+
+
 def test_a_model_that_cannot_be_packed_is_refused(make_trainer):
     """The first micro-batch is compared with TRL's own forward pass."""
     trainer = make_trainer(ours={"prune": NONE})
