@@ -1,8 +1,9 @@
-"""group_advantage against vectorised PyTorch on groups of one size, and against a loop over ragged ones."""
+"""group_advantage against vectorised PyTorch on groups of one size, and against verl's functions."""
 
 from collections.abc import Iterable
 from typing import Any
 
+import referees
 import timing
 import torch
 from torch import Tensor
@@ -32,16 +33,28 @@ def plain_trl(rewards: Tensor, cu_group_sizes: Tensor) -> tuple[Tensor, None]:
 def ragged(rewards: Tensor, cu_group_sizes: Tensor) -> tuple[Tensor, Tensor]:
     """What verl does: scatter by group number."""
     sizes = cu_group_sizes.diff()
-    group = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    mean = torch.zeros(len(sizes), dtype=rewards.dtype).index_add(0, group, rewards) / sizes
+    group = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    mean = rewards.new_zeros(len(sizes)).index_add(0, group, rewards) / sizes
     centred = rewards - mean[group]
-    variance = torch.zeros(len(sizes), dtype=rewards.dtype).index_add(0, group, centred.square()) / (sizes - 1)
+    variance = rewards.new_zeros(len(sizes)).index_add(0, group, centred.square()) / (sizes - 1)
     return (centred / (variance.sqrt()[group] + 1e-4)).float(), variance == 0
 
 
-def case(name: str, sizes: Tensor, runs: dict[str, Any], wanted: dict[str, float]) -> timing.Case:
-    rewards = torch.rand(int(sizes.sum()), generator=torch.Generator().manual_seed(0))
-    cu = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+def from_verl() -> dict[str, Any]:
+    """verl's loop over rollouts and its vectorised form; its preset differs from ours by eps alone."""
+    names = {
+        "verl, loop": "compute_grpo_outcome_advantage",
+        "verl, vectorised": "compute_grpo_vectorized_outcome_advantage",
+    }
+    found = {name: referees.verl_advantages(function) for name, function in names.items()}
+    return {name: (lambda *a, f=f: (f(*a), None)) for name, f in found.items() if f is not None}
+
+
+def case(
+    setting: timing.Setting, name: str, sizes: Tensor, runs: dict[str, Any], wanted: dict[str, float]
+) -> timing.Case:
+    rewards = torch.rand(int(sizes.sum()), generator=torch.Generator().manual_seed(0)).to(setting.device)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).to(setting.device)
 
     def check(results: dict[str, Any]) -> None:
         for advantages, dead in results.values():
@@ -53,17 +66,20 @@ def case(name: str, sizes: Tensor, runs: dict[str, Any], wanted: dict[str, float
         name=name,
         runs={n: (lambda f=f: f(rewards, cu)) for n, f in called.items()},
         check=check,
-        wanted=wanted,
+        wanted={} if setting.device == "cuda" else wanted,
+        bytes=rewards.nbytes + 4 * len(rewards),
     )
 
 
-def cases() -> Iterable[timing.Case]:
-    equal = torch.full((4096,), 16)
+def cases(setting: timing.Setting) -> Iterable[timing.Case]:
+    groups = 8 if setting.quick else 2048 if setting.on_gpu else 4096
     runs = {"torch, vectorised": vectorised, "torch, no NaN, no dead": plain_trl}
-    runs["torch.compile, vectorised"] = torch.compile(vectorised, dynamic=False)
-    yield case("4096 groups of 16", equal, runs, {"torch, vectorised": 5.0})
-    uneven = torch.randint(2, 31, (4096,), generator=torch.Generator().manual_seed(1))
-    yield case("4096 ragged groups", uneven, {"torch, index_add": ragged}, {})
+    runs |= timing.compiled(vectorised, setting)
+    if setting.device == "cpu":
+        runs |= from_verl()
+    yield case(setting, f"{groups} groups of 16", torch.full((groups,), 16), runs, {"torch, vectorised": 5.0})
+    uneven = torch.randint(2, 31, (groups,), generator=torch.Generator().manual_seed(1))
+    yield case(setting, f"{groups} ragged groups", uneven, {"torch, index_add": ragged}, {})
 
 
 if __name__ == "__main__":

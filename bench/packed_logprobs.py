@@ -1,15 +1,20 @@
-"""packed_logprobs against the best PyTorch a colleague would write: no-grad scoring, and loss with gradient."""
+"""packed_logprobs against the best PyTorch a colleague would write, TRL and Liger: scoring, and loss with gradient.
+
+The GEMMs alone run beside it: what is left above them is what the operator costs.
+"""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import referees
 import timing
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastrl_fast.ops import fused_policy_loss, packed_logprobs, policy_loss
+from fastrl_fast.ops import fused_policy_loss, logit_slabs, packed_logprobs, policy_loss
 
 CHUNK = 128
 """Rows a colleague's chunked version holds logits of; measured best of 64 to 512 on two cores."""
@@ -32,11 +37,12 @@ def selective(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
     return torch.cat(parts), None
 
 
-def make(t: int, h: int, v: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden = (torch.randn(t, h, generator=generator) / h**0.5 * 2).to(dtype)
-    weight = torch.randn(v, h, generator=generator).to(dtype)
-    return hidden, weight, torch.randint(v, (t,), generator=generator)
+def make(setting: timing.Setting, t: int, h: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(setting.device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "device": setting.device}
+    hidden = (torch.randn(t, h, **options) / h**0.5 * 2).to(dtype)
+    weight = torch.randn(v, h, **options).to(dtype)
+    return hidden, weight, torch.randint(v, (t,), **options)
 
 
 def close(tolerance: float) -> Callable[[dict[str, Any]], None]:
@@ -52,23 +58,38 @@ def close(tolerance: float) -> Callable[[dict[str, Any]], None]:
     return check
 
 
-def scoring(t: int, h: int, v: int, dtype: torch.dtype, wanted: float) -> timing.Case:
-    hidden, weight, targets = make(t, h, v, dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+def operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What ours multiplies: float32 on a CPU, whose bfloat16 GEMM would round the logits."""
+    return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
-    def no_grad(run: Callable[..., Any], **options: Any) -> timing.Run:
-        return torch.no_grad()(lambda: run(hidden, weight, targets, **options))
 
+def one_gemm(hidden: Tensor, weight: Tensor) -> tuple[None, None]:
+    torch.mm(hidden, weight.t())
+    return None, None
+
+
+def scoring(
+    setting: timing.Setting, t: int, h: int, v: int, dtype: torch.dtype, wanted: dict[str, float]
+) -> timing.Case:
+    hidden, weight, targets = make(setting, t, h, v, dtype)
+    runs: dict[str, Callable[..., Any]] = {
+        "ours": packed_logprobs,
+        "ours, no entropy": lambda *a: (packed_logprobs(*a, entropy=False)[0], None),
+        "torch, with entropy": whole,
+        "torch chunks, no entropy": selective,
+    }
+    runs |= timing.compiled(whole, setting)
+    for name, entropy in (("TRL, with entropy", True), ("TRL, no entropy", False)):
+        if (function := referees.trl_chunked(entropy=entropy)) is not None:
+            runs[name] = function
+    if not setting.quick:
+        pair = operands(hidden, weight)
+        runs["one GEMM"] = lambda *_: one_gemm(*pair)
     return timing.Case(
         name=f"score T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
-        runs={
-            "ours": no_grad(packed_logprobs),
-            "ours, no entropy": no_grad(lambda *a: (packed_logprobs(*a, entropy=False)[0], None)),
-            "torch, with entropy": no_grad(whole),
-            "torch chunks, no entropy": no_grad(selective),
-        },
-        check=close(tolerance),
-        wanted={"torch chunks, no entropy": wanted},
+        runs={name: torch.no_grad()(lambda f=f: f(hidden, weight, targets)) for name, f in runs.items()},
+        check=close(1e-5 if dtype == torch.float32 else 5e-2),
+        wanted=wanted,
     )
 
 
@@ -91,20 +112,36 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Te
     return sum(checkpoint(part, *p, use_reentrant=False) for p in parts) / len(hidden)
 
 
+def three_gemms(hidden: Tensor, weight: Tensor) -> tuple[None, None, None]:
+    with torch.no_grad():
+        logits = torch.mm(hidden, weight.t())
+        torch.mm(logits, weight)
+        torch.mm(logits.t(), hidden)
+    return None, None, None
+
+
 def fused_loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
-    cu = torch.arange(len(targets) + 1)
+    cu = torch.arange(len(targets) + 1, device=targets.device)
     return fused_policy_loss(hidden, weight, targets, advantages, torch.full_like(advantages, 1 / len(targets)), cu)[0]
 
 
 def recomputed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
     logprobs, _ = packed_logprobs(hidden, weight, targets)
-    cu = torch.arange(len(targets) + 1)
+    cu = torch.arange(len(targets) + 1, device=targets.device)
     return policy_loss(logprobs, advantages, torch.full_like(advantages, 1 / len(targets)), cu)[0]
 
 
-def training(t: int, h: int, v: int, dtype: torch.dtype, wanted: float) -> timing.Case:
-    hidden, weight, targets = make(t, h, v, dtype)
-    advantages = torch.randn(t, generator=torch.Generator().manual_seed(1))
+SEQUENCE = 32
+"""Tokens that share an advantage."""
+
+
+def training(
+    setting: timing.Setting, t: int, h: int, v: int, dtype: torch.dtype, wanted: dict[str, float]
+) -> timing.Case:
+    hidden, weight, targets = make(setting, t, h, v, dtype)
+    sequences = t // SEQUENCE
+    advantages = torch.randn(sequences, generator=torch.Generator().manual_seed(1)).to(setting.device)
+    advantages = advantages.repeat_interleave(SEQUENCE)
     hidden.requires_grad_()
     weight.requires_grad_()
 
@@ -115,28 +152,78 @@ def training(t: int, h: int, v: int, dtype: torch.dtype, wanted: float) -> timin
 
         return run
 
+    losses: dict[str, Callable[..., Tensor]] = {
+        "ours, fused": fused_loss,
+        "ours, recomputed": recomputed_loss,
+        "torch eager": eager_loss,
+        "torch chunks": chunked_loss,
+    }
+    liger = referees.liger_loss(sequences=sequences, rows=4 * CHUNK, compiled=not setting.quick)
+    if liger is not None:
+        losses["Liger, fused GRPO"] = liger
+    runs = {name: gradient(loss) for name, loss in losses.items()}
+    if not setting.quick:
+        pair = operands(hidden.detach(), weight.detach())
+        runs["three GEMMs"] = lambda: three_gemms(*pair)
     return timing.Case(
         name=f"loss and gradient T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
-        runs={
-            "ours, fused": gradient(fused_loss),
-            "ours, recomputed": gradient(recomputed_loss),
-            "torch eager": gradient(eager_loss),
-            "torch chunks": gradient(chunked_loss),
-        },
+        runs=runs,
         check=close(1e-4 if dtype == torch.float32 else 5e-2),
-        wanted={"torch eager": wanted, "torch chunks": wanted},
+        wanted=wanted,
     )
 
 
-def cases() -> Iterable[timing.Case]:
-    yield scoring(256, 896, 32768, torch.float32, 1.5)
-    yield scoring(256, 896, 32768, torch.bfloat16, 4.0)
-    yield scoring(512, 896, 151936, torch.float32, 1.35)
-    yield scoring(512, 896, 151936, torch.bfloat16, 4.0)
-    yield training(4096, 64, 8192, torch.float32, 2.0)
-    yield training(4096, 576, 49152, torch.float32, 1.2)
-    yield training(512, 896, 151936, torch.float32, 1.05)
-    yield training(1024, 576, 49152, torch.bfloat16, 20.0)
+def logit_kernels(setting: timing.Setting) -> Iterable[timing.Case]:
+    """The two kernels alone on one slab, which memory bounds: each logit is read once, its gradient written once."""
+    rows, columns = 8192, 8192
+    options: dict[str, Any] = {"device": setting.device}
+    logits, targets = torch.randn(rows, columns, **options), torch.arange(rows, **options)
+    head = logit_slabs.Head(
+        weight=logits, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, dtype=torch.float32
+    )
+    sums = logit_slabs.start(logits, torch.float32)
+    logit_slabs.fold(logits, targets, 0, 1.0, sums)
+    row_max, log_sum, logprobs, entropy = logit_slabs.finish(sums)
+    grads = logit_slabs.Grads(
+        row_max=row_max,
+        log_sum=log_sum,
+        entropy=entropy,
+        logprobs=logprobs,
+        upstream_entropy=torch.zeros_like(logprobs),
+    )
+    slopes = partial(logit_slabs.differentiate, logits, targets, 0, head, grads, torch.bfloat16)
+    folds = partial(logit_slabs.fold, logits, targets, 0, 1.0, sums)
+    for name, run, moved in (("fold", folds, 4), ("gradient in bfloat16", slopes, 6)):
+        size = rows * columns * moved
+        yield timing.Case(
+            name=f"logit {name} {rows} x {columns}", runs={"ours": run}, check=lambda _: None, wanted={}, bytes=size
+        )
+
+
+def cases(setting: timing.Setting) -> Iterable[timing.Case]:
+    if setting.quick:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield scoring(setting, 64, 16, 301, dtype, {})
+            yield training(setting, 64, 16, 301, dtype, {})
+        return
+    if setting.on_gpu:
+        for h, v in ((3584, 152064), (1536, 151936)):
+            yield scoring(setting, 16384, h, v, torch.bfloat16, {"one GEMM": 1 / 1.1})
+            yield training(setting, 16384, h, v, torch.bfloat16, {"three GEMMs": 1 / 1.15})
+        yield from logit_kernels(setting)
+        return
+    chunks = "torch chunks, no entropy"
+    yield scoring(setting, 256, 896, 32768, torch.float32, {chunks: 1.5, "TRL, no entropy": 1.2})
+    yield scoring(setting, 256, 896, 32768, torch.bfloat16, {chunks: 4.0})
+    yield scoring(setting, 512, 896, 151936, torch.float32, {chunks: 1.35})
+    yield scoring(setting, 512, 896, 151936, torch.bfloat16, {chunks: 4.0})
+    for t, h, v, dtype, ratio in (
+        (4096, 64, 8192, torch.float32, 2.0),
+        (4096, 576, 49152, torch.float32, 1.2),
+        (512, 896, 151936, torch.float32, 1.05),
+        (1024, 576, 49152, torch.bfloat16, 20.0),
+    ):
+        yield training(setting, t, h, v, dtype, {"torch eager": ratio, "torch chunks": ratio})
 
 
 if __name__ == "__main__":

@@ -10,20 +10,21 @@ from fastrl_fast.ops import policy_loss, reference
 
 
 def make(
-    sequences: int, length: int, *, reference_logprobs: bool
+    setting: timing.Setting, sequences: int, length: int, *, reference_logprobs: bool
 ) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"generator": torch.Generator(setting.device).manual_seed(0), "device": setting.device}
     n = sequences * length
-    logprobs = -torch.rand(n, generator=generator)
+    logprobs = -torch.rand(n, **options)
     names = ["old_logprobs", "rollout_logprobs", *(["ref_logprobs"] if reference_logprobs else [])]
-    optional = {name: logprobs + 0.2 * torch.randn(n, generator=generator) for name in names}
-    advantages, weights = torch.randn(sequences, generator=generator), torch.full((sequences,), 1 / n)
-    cu_targets = torch.arange(0, n + 1, length)
+    optional = {name: logprobs + 0.2 * torch.randn(n, **options) for name in names}
+    advantages, weights = torch.randn(sequences, **options), torch.full((sequences,), 1 / n, device=setting.device)
+    cu_targets = torch.arange(0, n + 1, length, device=setting.device)
     return logprobs.requires_grad_(), (advantages, weights, cu_targets), optional
 
 
-def case(name: str, sequences: int, length: int, *, wanted: float, **settings: Any) -> timing.Case:
-    logprobs, rest, optional = make(sequences, length, reference_logprobs=settings.get("kl_coef", 0) > 0)
+def case(setting: timing.Setting, name: str, **settings: Any) -> timing.Case:
+    sequences, length = (4, 16) if setting.quick else (256, 1024) if setting.on_gpu else (64, 1024)
+    logprobs, rest, optional = make(setting, sequences, length, reference_logprobs=settings.get("kl_coef", 0) > 0)
 
     def run(function: Any) -> timing.Run:
         def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -43,18 +44,19 @@ def case(name: str, sequences: int, length: int, *, wanted: float, **settings: A
         runs={
             "ours": run(policy_loss),
             "torch eager": run(reference.policy_loss),
-            "torch.compile": run(torch.compile(reference.policy_loss, dynamic=False)),
+            **{name: run(f) for name, f in timing.compiled(reference.policy_loss, setting).items()},
         },
         check=check,
-        wanted={"torch eager": wanted},
+        wanted={} if setting.device == "cuda" else {"torch eager": 3.0},
+        bytes=sequences * length * 4 * (2 + len(optional)),
     )
 
 
-def cases() -> Iterable[timing.Case]:
-    yield case("grpo", 64, 1024, wanted=3.0)
-    yield case("grpo with kl", 64, 1024, wanted=3.0, kl_coef=0.01)
-    yield case("gspo", 64, 1024, wanted=3.0, ratio="sequence", clip_low=3e-4, clip_high=4e-4)
-    yield case("cispo", 64, 1024, wanted=3.0, clip="cispo", clip_low=1.0)
+def cases(setting: timing.Setting) -> Iterable[timing.Case]:
+    yield case(setting, "grpo")
+    yield case(setting, "grpo with kl", kl_coef=0.01)
+    yield case(setting, "gspo", ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+    yield case(setting, "cispo", clip="cispo", clip_low=1.0)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,9 @@ def python_sets(tokens: Tensor, cu_seqlens: Tensor, cu_groups: Tensor, classes: 
     return kept
 
 
-def diverse(groups: int, size: int, length: int, tau: float, wanted: float) -> timing.Case:
-    tokens, cu_seqlens, cu_groups = answers(groups, size, length)
-    classes = torch.arange(groups * size) % 2
-    inputs = (tokens, cu_seqlens, cu_groups, classes)
+def diverse(setting: timing.Setting, groups: int, size: int, length: int, tau: float) -> timing.Case:
+    here = (*answers(groups, size, length), torch.arange(groups * size) % 2)
+    inputs = [x.to(setting.device) for x in here]
 
     def check(results: dict[str, Any]) -> None:
         kept = results["ours"][0].tolist()
@@ -44,9 +43,10 @@ def diverse(groups: int, size: int, length: int, tau: float, wanted: float) -> t
 
     return timing.Case(
         name=f"mdap {groups} groups of {size} x {length}",
-        runs={"ours": lambda: select_diverse(*inputs, tau=tau), "python sets": lambda: python_sets(*inputs, tau=tau)},
+        runs={"ours": lambda: select_diverse(*inputs, tau=tau), "python sets": lambda: python_sets(*here, tau=tau)},
         check=check,
-        wanted={"python sets": wanted},
+        wanted={"python sets": 20.0},
+        bytes=here[0].nbytes,
     )
 
 
@@ -55,9 +55,9 @@ def greedy_dpp(vectors: Tensor, advantages: Tensor, size: int, k: int) -> Tensor
     v = torch.nn.functional.normalize(vectors.double(), dim=1).view(-1, size, vectors.shape[1])
     a = advantages.double().view(-1, size, 1)
     kernel = (v @ v.transpose(1, 2)) * a * a.transpose(1, 2)
-    left, groups = kernel.diagonal(dim1=1, dim2=2).clone(), torch.arange(len(kernel))
+    left, groups = kernel.diagonal(dim1=1, dim2=2).clone(), torch.arange(len(kernel), device=a.device)
     rows: list[Tensor] = []
-    kept = torch.zeros(len(kernel), size, dtype=torch.bool)
+    kept = torch.zeros(len(kernel), size, dtype=torch.bool, device=a.device)
     for _ in range(k):
         i = left.masked_fill(kept, -1).argmax(1)
         row = kernel[groups, i]
@@ -70,11 +70,16 @@ def greedy_dpp(vectors: Tensor, advantages: Tensor, size: int, k: int) -> Tensor
     return kept.flatten()
 
 
-def chosen(rule: str, groups: int, size: int, k: int) -> timing.Case:
-    tokens, cu_seqlens, cu_groups = answers(groups, size, 256)
+def chosen(setting: timing.Setting, rule: str, groups: int, size: int, k: int) -> timing.Case:
     generator = torch.Generator().manual_seed(1)
-    logprobs = -torch.rand(len(tokens), generator=generator)
-    advantages = torch.randn(groups * size, generator=generator)
+    tokens, cu_seqlens, cu_groups, logprobs, advantages = (
+        x.to(setting.device)
+        for x in (
+            *answers(groups, size, 256),
+            -torch.rand(groups * size * 256, generator=generator),
+            torch.randn(groups * size, generator=generator),
+        )
+    )
     sketch = gradient_sketch(tokens, logprobs, cu_seqlens)
     runs: dict[str, timing.Run] = {"ours": lambda: choose_rollouts(sketch, advantages, cu_groups, rule=rule, k=k)}
     if rule == "dpp":
@@ -88,13 +93,18 @@ def chosen(rule: str, groups: int, size: int, k: int) -> timing.Case:
     return timing.Case(name=f"{rule} {k} of {size}, {groups} groups", runs=runs, check=check, wanted={})
 
 
-def cases() -> Iterable[timing.Case]:
-    yield diverse(256, 8, 1024, 0.8, 20.0)
-    yield diverse(64, 64, 256, 0.85, 20.0)
+def cases(setting: timing.Setting) -> Iterable[timing.Case]:
+    if setting.quick:
+        yield diverse(setting, 4, 8, 200, 0.85)
+        for rule in ("maxmin", "dpp", "match"):
+            yield chosen(setting, rule, 4, 8, 4)
+        return
+    yield diverse(setting, 256, 8, 1024, 0.8)
+    yield diverse(setting, 256 if setting.on_gpu else 64, 64, 256, 0.85)
     for rule in ("maxmin", "dpp", "match"):
-        yield chosen(rule, 256, 8, 4)
-    yield chosen("dpp", 256, 64, 16)
-    yield chosen("match", 256, 64, 16)
+        yield chosen(setting, rule, 256, 8, 4)
+    yield chosen(setting, "dpp", 256, 64, 16)
+    yield chosen(setting, "match", 256, 64, 16)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One fair timer for all benches: closeness first, then memory, then interleaved times.
 
-python bench/packed_logprobs.py [--json FILE] [--threads N] [--only TEXT] [--repeats N]
+python bench/packed_logprobs.py [--json FILE] [--device cuda] [--quick] [--threads N] [--only TEXT] [--repeats N]
 """
 
 import argparse
@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 Run = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a bench runs, and how large."""
+
+    device: str = "cpu"
+    quick: bool = False
+    """Sizes so small that only whether it runs is seen."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the sizes of a GPU are wanted."""
+        return self.device == "cuda" and not self.quick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +47,9 @@ class Case:
     check: Callable[[dict[str, Any]], None]
     """Gets one result of each run and raises AssertionError where they are not close."""
     wanted: dict[str, float]
-    """The least ratio of a run's time to ours that the project promises, by name of the run."""
+    """The least ratio of a run's time to ours that the project wants, by name of the run."""
+    bytes: float = 0
+    """What ours must read and write in memory, where that is what bounds it; 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +62,55 @@ class Timing:
     peak_mb: float
 
 
-def measure(case: Case, *, repeats: int, budget: float = 60.0) -> dict[str, Timing]:
-    """Check that the runs agree, then time them in turns.
+def measure(case: Case, *, device: str, repeats: int, budget: float = 60.0) -> dict[str, Timing]:
+    """Check that the runs agree, then time them in turns: on a GPU between two of its events.
 
     Each run is called once for its result (this is the warm-up too), once for its memory, and then all runs take
     turns, `repeats` times or until `budget` seconds are over, but at least three times.
     """
     case.check({name: run() for name, run in case.runs.items()})
-    peaks = {name: peak_megabytes(run) for name, run in case.runs.items()}
+    peak, seconds_of = (_gpu_peak_megabytes, _gpu_seconds) if device == "cuda" else (peak_megabytes, _seconds)
+    peaks = {name: peak(run) for name, run in case.runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in case.runs}
     started = time.perf_counter()
     for turn in range(repeats):
         if turn >= 3 and time.perf_counter() - started > budget:
             break
         for name, run in case.runs.items():
-            before = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - before)
+            seconds[name].append(seconds_of(run))
     return {
         name: Timing(median=statistics.median(s), low=min(s), high=max(s), peak_mb=peaks[name])
         for name, s in seconds.items()
     }
+
+
+def _seconds(run: Run) -> float:
+    before = time.perf_counter()
+    run()
+    return time.perf_counter() - before
+
+
+def _gpu_seconds(run: Run) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _gpu_peak_megabytes(run: Run) -> float:
+    """The allocator's high-water mark during one call over what was there before; the results are part of it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    del result
+    return (peak - before) / 2**20
 
 
 def peak_megabytes(run: Run) -> float:
@@ -101,35 +145,40 @@ def memory_mb(field: str) -> float:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def megabytes(*tensors: torch.Tensor) -> float:
-    """What the tensors themselves hold: to be taken off a peak where only the extra memory counts."""
-    return sum(x.numel() * x.element_size() for x in tensors) / 2**20
+def compiled(function: Callable[..., Any], setting: Setting) -> dict[str, Callable[..., Any]]:
+    """`function` under torch.compile as a further baseline, by its name; nothing where quick: compiling takes long."""
+    return {} if setting.quick else {"torch.compile": torch.compile(function, dynamic=False)}
 
 
-def main(description: str, cases: Callable[[], Iterable[Case]]) -> None:
+def main(description: str, cases: Callable[[Setting], Iterable[Case]]) -> None:
     """Parse the command line, measure every case that it asks for, print a table, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda also takes a GPU's sizes")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and two repeats: does it run at all")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     records = []
-    for case in cases():
+    for case in cases(Setting(options.device, options.quick)):
         if options.only in case.name:
-            timings = measure(case, repeats=options.repeats)
+            case = replace(case, wanted={}) if options.quick else case
+            timings = measure(case, device=options.device, repeats=2 if options.quick else options.repeats)
             _print(case, timings)
-            records.append(
-                {"case": case.name, "wanted": case.wanted, "runs": {n: asdict(t) for n, t in timings.items()}}
-            )
+            runs = {name: asdict(timing) for name, timing in timings.items()}
+            records.append({"case": case.name, "wanted": case.wanted, "bytes": case.bytes, "runs": runs})
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(options.threads), "cases": records}, indent=1) + "\n")
+        record = {"machine": machine(options.device, options.threads), "cases": records}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def machine(threads: int) -> dict[str, Any]:
+def machine(device: str, threads: int) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     return {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "cuda": torch.version.cuda,
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads,

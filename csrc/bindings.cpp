@@ -99,6 +99,22 @@ PolicyLossArgs<Real> policy_loss_args(uintptr_t logprobs, uintptr_t old, uintptr
           at<double>(stats)};
 }
 
+ChooseRolloutsArgs choose_rollouts_args(uintptr_t vectors, uintptr_t advantages, uintptr_t cu_group_sizes,
+                                        int64_t groups, int64_t width, int rule, int64_t k, int64_t seed,
+                                        uintptr_t weights, uintptr_t order, uintptr_t fidelity) {
+  return {at<float>(vectors),
+          at<float>(advantages),
+          at<int64_t>(cu_group_sizes),
+          groups,
+          width,
+          static_cast<ChooseRule>(rule),
+          k,
+          seed,
+          at<float>(weights),
+          at<int64_t>(order),
+          at<double>(fidelity)};
+}
+
 #ifdef FASTRL_WITH_CUDA
 void check_cuda(const char* op, int error) {
   if (error != 0) throw std::runtime_error(std::string(op) + ": CUDA error " + std::to_string(error));
@@ -202,17 +218,8 @@ PYBIND11_MODULE(_fastrl_fast, m) {
   m.def("choose_rollouts_cpu", [](uintptr_t vectors, uintptr_t advantages, int64_t rollouts, uintptr_t cu_group_sizes,
                                   int64_t groups, int64_t width, int rule, int64_t k, int64_t seed, uintptr_t weights,
                                   uintptr_t order, uintptr_t fidelity, int threads) {
-    const ChooseRolloutsArgs args{at<float>(vectors),
-                                  at<float>(advantages),
-                                  at<int64_t>(cu_group_sizes),
-                                  groups,
-                                  width,
-                                  static_cast<ChooseRule>(rule),
-                                  k,
-                                  seed,
-                                  at<float>(weights),
-                                  at<int64_t>(order),
-                                  at<double>(fidelity)};
+    const auto args = choose_rollouts_args(vectors, advantages, cu_group_sizes, groups, width, rule, k, seed, weights,
+                                           order, fidelity);
     check_offsets("cu_group_sizes", args.cu_group_sizes, groups, rollouts);
     py::gil_scoped_release release;
     cpu::choose_rollouts(args, threads);
@@ -261,6 +268,18 @@ PYBIND11_MODULE(_fastrl_fast, m) {
     const GradientSketchArgs args{
         at<int64_t>(token_ids), at<float>(logprobs), at<int64_t>(cu_seqlens), rollouts, width, seed, at<float>(sketch)};
     check_cuda("gradient_sketch", cuda::gradient_sketch(args, at<void>(stream)));
+  });
+
+  m.def("choose_rollouts_workspace", [](int rule, int64_t rollouts, int64_t groups, int64_t width, int64_t k) {
+    return cuda::choose_rollouts_workspace(static_cast<ChooseRule>(rule), rollouts, groups, width, k);
+  });
+  m.def("choose_rollouts_cuda", [](uintptr_t vectors, uintptr_t advantages, int64_t rollouts, uintptr_t cu_group_sizes,
+                                   int64_t groups, int64_t width, int rule, int64_t k, int64_t seed, uintptr_t weights,
+                                   uintptr_t order, uintptr_t fidelity, uintptr_t workspace, uintptr_t stream) {
+    const NvtxRange range{"choose_rollouts"};
+    const auto args = choose_rollouts_args(vectors, advantages, cu_group_sizes, groups, width, rule, k, seed, weights,
+                                           order, fidelity);
+    check_cuda("choose_rollouts", cuda::choose_rollouts(args, rollouts, at<double>(workspace), at<void>(stream)));
   });
 
   m.def("policy_loss_cuda",

@@ -46,7 +46,7 @@ class Accuracy:
         """Return {"avg@k", "pass@k", "ungraded"} over all prompts and ranks; pass@1, 2, 4 ... up to k."""
         mine = self.prompts[distributed.share(len(self.prompts))]
         k = self.config.samples
-        grading = Grading(self.grader, expected=k * len(mine))
+        grading = Grading(self.grader, mine, expected=k * len(mine))
         sampler.sample(
             mine,
             [k] * len(mine),

@@ -13,7 +13,7 @@ from .data import PromptData
 from .drop_reasons import FILTERED, SURPLUS, UNGRADED
 from .grading import Grading
 from .metrics import Clock, phase
-from .rewards import Grader, total
+from .rewards import Grader, overlong_penalty, total
 from .rollout import Sampler
 from .types import Group
 
@@ -86,12 +86,13 @@ class Collector:
             return []
         mine = distributed.share(len(planned))
         groups = [
-            Group(prompt, [], number=first_number + place)
+            Group(prompt, [], number=first_number + place, weight=self.budget.weight(prompt))
             for place, (prompt, _) in enumerate(planned[mine], start=mine.start)
         ]
         wanted = [size for _, size in planned[mine]]
         while True:
-            grading = Grading(self.grader, expected=sum(wanted))
+            asked = [group.prompt for group, size in zip(groups, wanted, strict=True) if size > 0]
+            grading = Grading(self.grader, asked, expected=sum(wanted))
             self.sample(groups, wanted, grading, step=step, attempt=attempt)
             self.grade(grading)
             collected.counts["collect/rounds"] += 1
@@ -124,7 +125,11 @@ class Collector:
         for group, graded in distributed.together(grading.result):
             for rollout, rewards in zip(group.rollouts, graded, strict=True):
                 rollout.rewards = rewards
-                rollout.reward = total(self.config.reward.terms, rewards)
+                rollout.reward = total(self.config.reward.terms, rewards) + overlong_penalty(
+                    len(rollout.completion_ids),
+                    limit=self.config.rollout.max_completion_tokens,
+                    buffer=self.config.reward.overlong_buffer,
+                )
                 value = rewards[decides]
                 rollout.right = value is not None and value >= RIGHT
 

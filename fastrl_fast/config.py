@@ -108,6 +108,9 @@ class RewardConfig:
     right: str | None = None
     """Reward function that tells right (1) from wrong for budgets, posteriors and pruning by outcome; by default the
     first."""
+    overlong_buffer: int = 0
+    """Completions longer than rollout.max_completion_tokens less this lose up to 1, in proportion, at its end (DAPO's
+    overlong shaping); 0 = none."""
     workers: int = 2
     """Grading processes per rank."""
     timeout: float = 10.0
@@ -121,6 +124,7 @@ class RewardConfig:
         rule = f"one of reward.functions ({', '.join(self.functions)})"
         require(self.right is None or self.right in self.functions, "reward.right", rule, self.right)
         positive("reward", workers=self.workers, timeout=self.timeout)
+        not_negative("reward", overlong_buffer=self.overlong_buffer)
 
     @property
     def right_name(self) -> str:
@@ -308,6 +312,9 @@ class Config:
             self.eval.reward,
         )
         check_method(self.budget, self.advantage, self.prune, right=self.reward.right_name)
+        rule = f"at most rollout.max_completion_tokens ({self.rollout.max_completion_tokens})"
+        buffer = self.reward.overlong_buffer
+        require(buffer <= self.rollout.max_completion_tokens, "reward.overlong_buffer", rule, buffer)
         if self.updates.old_logprobs == "rollout":
             rule = "none where updates.old_logprobs is rollout: the ratio itself corrects"
             require(self.loss.importance.kind == "none", "loss.importance.kind", rule, self.loss.importance.kind)

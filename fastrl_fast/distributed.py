@@ -73,7 +73,8 @@ def shard(model: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype, devi
     mesh = init_device_mesh(device.type, (world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        # The backward pass begins with the last: to gather its weights twice in a row would be a waste.
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

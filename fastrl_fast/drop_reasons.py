@@ -10,10 +10,13 @@ LOT = "lot"
 """Drawn out (random, dppo)."""
 
 SMALL = "small advantage"
-"""Others of its group have larger advantages (cppo)."""
+"""Others of its group, or of the step, have larger advantages (cppo, cppo_batch)."""
 
 ALIKE = "little variance"
 """Not in the subset whose rewards differ most (pods)."""
+
+UNCHOSEN = "not chosen"
+"""Others of its group stand for it (maxmin, dpp, match, and weights of match that are 0)."""
 
 REJECTED = "rejected"
 """More of its outcome than are wanted (aero, balanced)."""
@@ -27,4 +30,4 @@ SURPLUS = "surplus"
 FREE = "zero advantage"
 """Its gradient is exactly zero: it costs no forward pass, yet counts in the loss's divisor."""
 
-DROP_REASONS = (UNGRADED, SIMILAR, LOT, SMALL, ALIKE, REJECTED, FILTERED, SURPLUS, FREE)
+DROP_REASONS = (UNGRADED, SIMILAR, LOT, SMALL, ALIKE, UNCHOSEN, REJECTED, FILTERED, SURPLUS, FREE)

@@ -1,9 +1,10 @@
 """Grading that goes on in its processes while further groups are still sampled."""
 
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from .rewards import Grader, Handle
-from .types import Group
+from .types import Group, Prompt
 
 PARTS = 8
 """Groups are handed over in about this many lots: a call for each one would cost reward functions their batches."""
@@ -12,11 +13,13 @@ Values = dict[str, float | None]
 
 
 class Grading:
-    """The groups of one sampling, `expected` rollouts in all, graded in the order in which they are added."""
+    """The groups of one sampling of `prompts`, `expected` rollouts in all, graded in the order in which they are
+    added."""
 
-    def __init__(self, grader: Grader, *, expected: int) -> None:
+    def __init__(self, grader: Grader, prompts: list[Prompt], *, expected: int) -> None:
         self._grader = grader
         self._expected = expected
+        self._columns = {name for prompt in prompts for name in prompt.columns}
         self._waiting: list[Group] = []
         self._lots: list[tuple[list[Group], Handle]] = []
         self._problem: ValueError | None = None
@@ -47,17 +50,21 @@ class Grading:
     def _hand_over(self) -> None:
         groups, self._waiting = self._waiting, []
         if groups and self._problem is None:
+            columns = grading_columns(groups, self._columns)
             try:
-                self._lots.append((groups, self._grader.submit(*grading_columns(groups), expected=self._expected)))
+                self._lots.append((groups, self._grader.submit(*columns, expected=self._expected)))
             except ValueError as error:
                 self._problem = error
 
 
-def grading_columns(groups: list[Group]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+def grading_columns(
+    groups: list[Group], known: AbstractSet[str] = frozenset()
+) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
     """Prompts, completions and columns of all rollouts, in order, as reward functions take them.
 
     Where the data held chat messages, a prompt is the list of messages and a completion a list of one message, as in
-    TRL. Columns are those that any prompt has (a prompt without one gives None), `completion_ids` and `finish_reason`.
+    TRL. Columns are the `known` ones and those that any prompt has (a prompt without one gives None), `completion_ids`
+    and `finish_reason`.
     """
     prompts: list[Any] = []
     completions: list[Any] = []
@@ -69,5 +76,5 @@ def grading_columns(groups: list[Group]) -> tuple[list[Any], list[Any], dict[str
             completions.append([{"role": "assistant", "content": rollout.text}] if chat else rollout.text)
             sampled = {"completion_ids": rollout.completion_ids, "finish_reason": rollout.finish_reason}
             rows.append(group.prompt.columns | sampled)
-    names = sorted({name for row in rows for name in row})
+    names = sorted({name for row in rows for name in row} | (known if rows else set()))
     return prompts, completions, {name: [row.get(name) for row in rows] for name in names}

@@ -7,9 +7,24 @@ from .rules import not_negative, positive, require
 
 AdvantagePreset = Literal["trl", "verl", "fastrl", "rloo", "dr_grpo"]
 DeadGroups = Literal["drop", "posterior_z", "posterior_centered", "posterior_const"]
-BudgetKind = Literal["fixed", "ars", "aero", "aero_ars", "knapsack", "greso", "reinforce_ada"]
+BudgetKind = Literal["fixed", "ars", "aero", "aero_ars", "knapsack", "greso", "dppo", "reinforce_ada"]
 ImportanceKind = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-PruneMethod = Literal["none", "mdap", "mdap_seed", "random", "cppo", "pods", "dppo", "balanced", "aero", "aero_mdap"]
+PruneMethod = Literal[
+    "none",
+    "mdap",
+    "mdap_seed",
+    "maxmin",
+    "dpp",
+    "match",
+    "random",
+    "cppo",
+    "cppo_batch",
+    "pods",
+    "dppo",
+    "balanced",
+    "aero",
+    "aero_mdap",
+]
 
 STAGED = ("aero", "aero_ars", "reinforce_ada")
 """Budgets that ask for more rollouts after seeing rewards."""
@@ -21,6 +36,8 @@ BY_SIMILARITY = ("mdap", "mdap_seed", "aero_mdap")
 """Prune methods that give each dropped rollout a kept one to stand for it."""
 ALIGNABLE = (*BY_SIMILARITY, "random", "cppo")
 """Prune methods whose dropped rollouts can come back as they were."""
+MATCHABLE = (*BY_SIMILARITY, "maxmin", "dpp", "match", "random", "cppo")
+"""Prune methods whose kept rollouts can be weighed to stand for the whole group."""
 OVER_KEPT = ("pods", "aero", "aero_mdap")
 """Prune methods whose advantages are those of the chosen subset, unless the config says otherwise."""
 EITHER = (*OVER_KEPT, "random", "balanced")
@@ -34,8 +51,8 @@ class BudgetConfig:
     kind: BudgetKind = "fixed"
     """`fixed`: the same number for every prompt; `ars`: one number for all, lowered from epoch to epoch (FastRL);
     `aero`: more for prompts without a right answer (reconstruction); `aero_ars`: both; `knapsack`: by expected
-    information; `greso`: prompts that are always right or wrong are mostly skipped; `reinforce_ada`: rounds until both
-    outcomes were seen."""
+    information; `greso`: prompts that are always right or wrong are mostly skipped; `dppo`: prompts without differences
+    are skipped by lot, and weigh more when they are not; `reinforce_ada`: rounds until both outcomes were seen."""
     group_size: int = 8
     """Rollouts per prompt; of a staged budget in its first round; of `knapsack` on average."""
     max_group_size: int = 16
@@ -44,6 +61,8 @@ class BudgetConfig:
     """Fewest rollouts per prompt of `ars` and `knapsack`."""
     extra: int = 2
     """Rollouts that `aero` and `reinforce_ada` add to a prompt in one round."""
+    skip: float = 0.5
+    """Chance with which `dppo` skips a prompt whose last visit showed no differences."""
     until: Literal["positive", "balanced"] = "balanced"
     """`reinforce_ada` ends a prompt with one right answer, or with prune.keep / 2 right and as many wrong."""
     epoch_steps: int | None = None
@@ -72,6 +91,7 @@ class BudgetConfig:
         if self.kind in (*ARS, "knapsack"):
             rule = f"from 2 to budget.group_size ({self.group_size})"
             require(2 <= self.min_group_size <= self.group_size, "budget.min_group_size", rule, self.min_group_size)
+        require(0 <= self.skip < 1, "budget.skip", "in [0, 1)", self.skip)
         require(self.extra >= 1, "budget.extra", "1 or greater", self.extra)
         require(self.epoch_steps is None or self.epoch_steps >= 1, "budget.epoch_steps", "1 or more", self.epoch_steps)
         rule = f"greater than budget.filter_low ({self.filter_low})"
@@ -109,26 +129,42 @@ class PruneConfig:
 
     method: PruneMethod = "mdap"
     """`mdap`: per advantage class keep rollouts that differ from every kept one (paper); `mdap_seed`: that differ from
-    the first one (the authors' code); `random`: by lot; `cppo`: the largest advantages; `pods`: the most different
-    rewards; `dppo`: by lot among small advantages, with weights that undo the lot; `balanced`: as many right as wrong;
-    `aero`: as many right as wrong where right ones are rare (reconstruction); `aero_mdap`: aero, then mdap; `none`."""
+    the first one (the authors' code); `maxmin`: a share of the group, each the least like those before; `dpp`: a share
+    that spans the largest volume; `match`: a share whose weighted sum can come nearest to the group's; `random`: by
+    lot; `cppo`: the largest advantages of each group; `cppo_batch`: of the step; `pods`: the most different rewards;
+    `dppo`: by lot among small advantages, with weights that undo the lot; `balanced`: as many right as wrong; `aero`:
+    as many right as wrong where right ones are rare (reconstruction); `aero_mdap`: aero, then mdap; `none`."""
+    similarity: Literal["jaccard", "gradient"] = "jaccard"
+    """What the rules up to match call alike, and what weights of match are made of: `jaccard`, the share of common
+    n-grams; `gradient`, the cosine of sketches of the rollouts' gradients, from token ids and the sampler's
+    logprobs."""
+    ngram: int = 1
+    """Tokens in a row that jaccard compares, 1 to 4; 1 as in the authors' code."""
     tau: float = 0.8
-    """Smallest Jaccard distance at which two rollouts of one class both stay."""
+    """Smallest distance, 1 - similarity, at which two rollouts of one class both stay."""
     keep_fraction: float = 0.5
-    """Share of a group that random, cppo and pods keep; chance of a rollout with a small advantage under dppo."""
+    """Share of a group that maxmin, dpp, match, random, cppo and pods keep at most, of a step under cppo_batch; chance
+    of a rollout with a small advantage under dppo."""
     keep: int = 4
     """Rollouts that balanced keeps of a group, and aero of one that is all right or all wrong."""
     wrong_per_right: float = 1.0
     """Wrong rollouts that aero keeps per right one."""
     align: int = 1
     """Put dropped rollouts back until the number kept is a multiple of this (the authors' code needs it, we do not)."""
-    weighting: Literal["none", "multiplicity"] = "none"
-    """`multiplicity`: a kept rollout also carries the weight of the pruned ones nearest to it."""
+    weighting: Literal["none", "multiplicity", "match"] = "none"
+    """`multiplicity`: a kept rollout also carries the weight of the pruned ones nearest to it; `match`: weights that
+    bring the kept rollouts' sum nearest to that of the whole group, in the space of prune.similarity."""
     divisor: Literal["kept", "all"] = "kept"
     """The loss is divided by the tokens (or sequences) of the kept rollouts, or of all graded ones as without
     pruning."""
+    zero_advantage: Literal["drop", "keep"] = "drop"
+    """Without a KL term rollouts of advantage 0 have no gradient; `keep` runs them through the update all the same, as
+    trainers do that look at no advantage first."""
 
     def __post_init__(self) -> None:
+        require(1 <= self.ngram <= 4, "prune.ngram", "from 1 to 4", self.ngram)
+        rule = "1 where prune.similarity is gradient, which looks at single tokens"
+        require(self.ngram == 1 or self.similarity == "jaccard", "prune.ngram", rule, self.ngram)
         require(0 <= self.tau <= 1, "prune.tau", "in [0, 1]", self.tau)
         require(0 < self.keep_fraction <= 1, "prune.keep_fraction", "in (0, 1]", self.keep_fraction)
         require(self.keep >= 2, "prune.keep", "2 or greater", self.keep)
@@ -142,6 +178,9 @@ class PruneConfig:
         if self.weighting == "multiplicity":
             rule = "none unless prune.method is mdap, mdap_seed or aero_mdap"
             require(self.method in (*BY_SIMILARITY, "none"), "prune.weighting", rule, self.weighting)
+        if self.weighting == "match":
+            rule = f"none or multiplicity unless prune.method is one of {', '.join(MATCHABLE)}"
+            require(self.method in (*MATCHABLE, "none"), "prune.weighting", rule, self.weighting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +219,7 @@ def check_method(budget: BudgetConfig, advantage: AdvantageConfig, prune: PruneC
     if budget.filter:
         rule = "drop where budget.filter leaves dead groups out"
         require(advantage.dead_groups == "drop", "advantage.dead_groups", rule, advantage.dead_groups)
-    least = {"random": 1, "cppo": 1, "pods": 2}.get(prune.method, 0)
+    least = {"random": 1, "cppo": 1, "maxmin": 1, "dpp": 1, "match": 1, "pods": 2}.get(prune.method, 0)
     smallest = budget.min_group_size if budget.kind in (*ARS, "knapsack") else budget.group_size
     rule = f"at least {least} / {smallest}, so that {prune.method} keeps {least} of the smallest group"
     require(prune.keep_fraction * smallest >= least, "prune.keep_fraction", rule, prune.keep_fraction)

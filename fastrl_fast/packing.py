@@ -73,8 +73,8 @@ class ModelShape:
 def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept", longest_shared: float = 0) -> TrainGroup:
     """Keep of a pruned group what the update needs.
 
-    With the divisor `all` every graded rollout counts in it, once. Rollouts of at most `longest_shared` tokens, prompt
-    and completion, may share their prompt.
+    With the divisor `all` every graded rollout counts in it, by its group's weight. Rollouts of at most
+    `longest_shared` tokens, prompt and completion, may share their prompt.
     """
     prompt = group.prompt.token_ids
 
@@ -85,7 +85,7 @@ def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept", lo
 
     sequences = [sequence(r) for r in group.rollouts if r.kept]
     if divisor == "all":
-        in_loss = [(1.0, len(r.completion_ids)) for r in group.rollouts if r.drop_reason != UNGRADED]
+        in_loss = [(group.weight, len(r.completion_ids)) for r in group.rollouts if r.drop_reason != UNGRADED]
     else:
         in_loss = [(r.weight, len(r.completion_ids)) for r in group.rollouts if counted(r)]
     return TrainGroup(

@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import Config
+from .config import BudgetConfig, Config
+from .method_config import STAGED
 from .packing import ModelShape
 from .types import Group
 
@@ -55,6 +56,19 @@ def flop_sums(
     return sums
 
 
+def generation_saved(metrics: dict[str, float], drawn: float, budget: BudgetConfig) -> dict[str, float]:
+    """FLOPs that a group of full size for each of the step's `drawn` prompts would have cost more to sample, at this
+    step's mean cost of a rollout: {"flops_saved/generation": ...}; below 0 where a budget sampled more.
+
+    Full size is `group_size`, and `max_group_size` where a budget adds rollouts up to it: what a prompt would get if
+    all got as much as the hardest. None (0) where nothing was sampled.
+    """
+    size = budget.max_group_size if budget.kind in STAGED else budget.group_size
+    generated = metrics["rollouts/generated"]
+    more = drawn * size / generated - 1 if generated else 0.0
+    return {"flops_saved/generation": metrics["flops/generation"] * more}
+
+
 def _together(shape: ModelShape, prompt: int, lengths: list[int], longest_shared: float) -> float:
     """One forward pass over rollouts of one prompt, which those of at most `longest_shared` tokens share."""
     sharing = [length for length in lengths if prompt + length <= longest_shared]
@@ -64,11 +78,12 @@ def _together(shape: ModelShape, prompt: int, lengths: list[int], longest_shared
 
 
 def seconds_saved(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds that the dropped rollouts would have taken at the pace of the kept ones: {"seconds_saved/score", ...}.
+    """Seconds that rollouts not sampled, and dropped ones, would have taken at the pace of the others:
+    {"seconds_saved/sample", "seconds_saved/score", "seconds_saved/update"}.
 
     An estimate, and none (0) where nothing was kept.
     """
-    phases = {"score": ("old", "reference"), "update": ("update",)}
+    phases = {"sample": ("generation",), "score": ("old", "reference"), "update": ("update",)}
     saved = {}
     for phase, parts in phases.items():
         spent = sum(metrics[f"flops/{part}"] for part in parts)
@@ -97,6 +112,16 @@ SUMMED = (
     "seconds_saved/",
 )
 """Metrics whose sum over a run means something: by name, or by section."""
+
+
+MEANS = ("prune/fidelity", "groups/effective_size", "rollouts/kept_fraction")
+"""Metrics whose mean over the steps of a run is told at its end."""
+
+
+def means(metrics_file: Path) -> dict[str, float]:
+    """The run's means over steps of `MEANS`, read from its metrics.jsonl."""
+    steps = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    return {name: math.fsum(step[name] for step in steps) / len(steps) for name in MEANS} if steps else {}
 
 
 def totals(metrics_file: Path) -> dict[str, float]:

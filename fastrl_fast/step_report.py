@@ -18,6 +18,7 @@ def rollout_sums(groups: list[Group], terms: Sequence[RewardTerm]) -> dict[str, 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [rollout for rollout in rollouts if rollout.graded]
     kept = [rollout for rollout in rollouts if rollout.kept]
+    alive = [group for group in groups if not group.dead]
     sums = {
         "groups": float(len(groups)),
         "groups_dead": float(sum(group.dead for group in groups)),
@@ -25,6 +26,8 @@ def rollout_sums(groups: list[Group], terms: Sequence[RewardTerm]) -> dict[str, 
         "graded": float(len(graded)),
         "kept": float(len(kept)),
         "groups_kept": float(sum(any(rollout.kept for rollout in group.rollouts) for group in groups)),
+        "alive_kept": float(sum(rollout.kept for group in alive for rollout in group.rollouts)),
+        "fidelity": sum(group.fidelity * sum(rollout.kept for rollout in group.rollouts) for group in alive),
         "reward": sum(rollout.reward for rollout in graded),
         "reward_square": sum(rollout.reward**2 for rollout in graded),
         "tokens_prompt": float(sum(len(group.prompt.token_ids) for group in groups)),
@@ -67,6 +70,7 @@ def step_metrics(sums: dict[str, float], terms: Sequence[RewardTerm]) -> dict[st
         "groups/count": sums["groups"],
         "groups/dead": sums["groups_dead"],
         "groups/effective_size": _ratio(sums["kept"], sums["groups_kept"]),
+        "prune/fidelity": _ratio(sums["fidelity"], sums["alive_kept"]),
         "rollouts/generated": generated,
         "rollouts/graded": sums["graded"],
         "rollouts/kept": sums["kept"],

@@ -157,8 +157,8 @@ def _start(trainer: Trainer) -> None:
 def _finish(trainer: Trainer, folder: Path, log: RunLog) -> None:
     """Write the summary, which marks the run as finished, and print what was learnt."""
     before, after = trainer.accuracy_before, trainer.accuracy_after
-    totals = savings.totals(folder / "metrics.jsonl")
-    summary = {"steps": trainer.steps_done, "before": before, "after": after, "totals": totals}
+    totals, means = savings.totals(folder / "metrics.jsonl"), savings.means(folder / "metrics.jsonl")
+    summary = {"steps": trainer.steps_done, "before": before, "after": after, "totals": totals, "means": means}
     run_folder.write_summary(folder, summary)
     for name in (name for name in before if name in after and name != "ungraded"):
         log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")

@@ -19,7 +19,7 @@ from .loss import build_objective, policy_loss, sum_names
 from .metrics import Clock, RunLog, phase
 from .model import Policy, full_weights
 from .optimizer import learning_rate
-from .prune import offers, prune, put_back
+from .prune import cut_step, measure_fidelity, offers, prune, put_back, sizes
 from .rewards import Grader
 from .rollout import Sampler
 from .sharing_check import SharingCheck
@@ -121,9 +121,13 @@ class Trainer:
         config, kl = self.config, self.config.loss.kl_coef > 0
         assign_advantages(groups, preset=config.advantage.preset)
         self.parts.posterior.assign(groups)
+        advantages = [[rollout.advantage for rollout in group.rollouts] for group in groups]
         prune(groups, config.prune, config.advantage, kl=kl, seed=config.seed, step=self.steps_done)
+        if config.prune.method == "cppo_batch":
+            cut_step(groups, distributed.gather_lists(sizes(groups)), keep_fraction=config.prune.keep_fraction)
         if config.prune.align > 1:
             put_back(groups, distributed.gather_lists(offers(groups, kl=kl)), multiple=config.prune.align)
+        measure_fidelity(groups, advantages)
 
     @phase("prune")
     def learn(self, collected: Collected) -> None:
@@ -278,7 +282,8 @@ class Trainer:
             longest_shared=self.longest_shared,
         )
         local = step_report.rollout_sums(groups, terms) | flops
-        return step_report.step_metrics(step_report.add_up(local, sums), terms)
+        metrics = step_report.step_metrics(step_report.add_up(local, sums), terms)
+        return metrics | savings.generation_saved(metrics, collected.counts["prompts/drawn"], self.config.budget)
 
     def _log(self, metrics: dict[str, float]) -> None:
         seconds = {f"seconds/{name}": value for name, value in self.clock.take().items()}

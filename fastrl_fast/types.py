@@ -30,7 +30,7 @@ class Rollout:
     `rollout_logprobs[t]` is the log-probability of `completion_ids[t]` in the distribution it was sampled from.
     `reward` is NaN until graded and stays NaN where it could not be graded. `right` is what the reward function of
     `reward.right` said. `drop_reason` is empty for a kept rollout.
-    `weight` multiplies the advantage in the loss; `fidelity`-preserving rules set it above one.
+    `weight` multiplies the rollout's whole loss; rules that make it stand for dropped ones set it above one.
 
     Example: group of two, rewards 1 and 0 -> advantages +0.707 and -0.707, both kept with weight 1.
     """
@@ -59,12 +59,18 @@ class Rollout:
 @dataclass(slots=True)
 class Group:
     """The rollouts of one prompt, the `number`th of the step over all ranks; `dead` when all graded rewards are equal,
-    so that comparing them gives nothing."""
+    so that comparing them gives nothing.
+
+    `weight` is 1 / the chance with which the prompt was sampled where a budget draws lots, else 1. `fidelity` is the
+    cosine between the gradients of the whole group and of its kept rollouts, as their sketches have it.
+    """
 
     prompt: Prompt
     rollouts: list[Rollout]
     dead: bool = False
     number: int = 0
+    weight: float = 1.0
+    fidelity: float = 1.0
 
 
 @dataclass(slots=True)

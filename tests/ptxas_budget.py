@@ -27,6 +27,9 @@ REGISTERS = {
     "logit_fold_kernel": 40,
     "logit_grad_kernel": 40,
     "gradient_sketch_kernel": 48,
+    # seldom more than a few hundred blocks of 256, so two on a multiprocessor are enough for `match`; the other rules
+    # take about 64
+    "choose_rollouts_kernel": 128,
     # float64 throughout, seldom more than a few thousand blocks of 128; 64 leave 1024 threads
     "policy_loss_sequence_kernel": 64,
     "policy_loss_total_kernel": 64,

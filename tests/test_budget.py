@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fastrl_fast.budget import Outcome, build_budget
 from fastrl_fast.budget.budget import FixedBudget
 from fastrl_fast.budget.ceiling import ArsCeiling, FixedCeiling
+from fastrl_fast.budget.dppo import DppoBudget
 from fastrl_fast.budget.greso import ALWAYS, GresoBudget
 from fastrl_fast.budget.knapsack import KnapsackBudget, allocate, dead_chance, value
 from fastrl_fast.budget.rounds import RoundsBudget
@@ -186,6 +187,19 @@ def test_greso_draws_more_where_many_groups_are_dead():
     assert budget.prompts_to_draw(256, target=256) == 384 and budget.prompts_to_draw(1, target=256) == 64
 
 
+def test_dppo_skips_prompts_without_differences_by_lot():
+    budget = DppoBudget(4, skip=0.7, seed=1)
+    assert budget.plan(PROMPTS, step=0) == [4] * 400 and budget.weight(PROMPTS[0]) == 1.0
+    budget.observe([outcome(p.id, right=8 if i % 2 else 3) for i, p in enumerate(PROMPTS)], step=1, total_steps=9)
+    drawn = [budget.plan(PROMPTS, step=step) for step in range(10)]
+    assert all(n == 4 for sizes in drawn for n in sizes[::2])
+    skipped = sum(n == 0 for sizes in drawn for n in sizes[1::2])
+    assert abs(skipped - 2000 * 0.7) < 4 * math.sqrt(2000 * 0.7 * 0.3)
+    assert budget.weight(PROMPTS[1]) == pytest.approx(1 / 0.3) and budget.weight(PROMPTS[0]) == 1.0
+    budget.observe([outcome("p1", right=4)], step=2, total_steps=9)
+    assert budget.weight(PROMPTS[1]) == 1.0, "one mixed visit clears the history"
+
+
 def test_the_first_round_has_its_dead_chance():
     """Of groups with p = 1/2 and four rollouts, 1/16 have no right answer: the share that is rescued."""
     budget = RoundsBudget(4, extra=2, ceiling=FixedCeiling(6), right=1, wrong=0)
@@ -193,7 +207,7 @@ def test_the_first_round_has_its_dead_chance():
     assert sum(n > 0 for n in budget.extend(groups)) / 16 == 0.5**4
 
 
-@pytest.mark.parametrize("kind", ["fixed", "ars", "aero", "aero_ars", "knapsack", "greso", "reinforce_ada"])
+@pytest.mark.parametrize("kind", ["fixed", "ars", "aero", "aero_ars", "knapsack", "greso", "dppo", "reinforce_ada"])
 def test_a_restored_budget_plans_alike(kind):
     """P19: allocations after a resume are those of an uninterrupted run."""
     config = Config(

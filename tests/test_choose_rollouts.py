@@ -240,7 +240,8 @@ def test_thread_count_changes_nothing(rule):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             sketch = gradient_sketch(ids, logprobs, cu, width=128)
-            results.append([sketch, *choose_rollouts(sketch, advantages, groups, rule=rule, k=5)])
+            choice = choose_rollouts(sketch, advantages, groups, rule=rule, k=5)
+            results.append([sketch, *choice, group_fidelity(sketch, advantages, choice.weights * 0.7, groups)])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
@@ -253,13 +254,26 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.fastrl_fast.gradient_sketch.default, (torch.arange(5), a, cu, 8, 1))
 
 
+def test_compiles_without_graph_breaks():
+    ids, logprobs, cu, groups = torch.arange(9), -torch.rand(9), torch.tensor([0, 2, 5, 9]), torch.tensor([0, 1, 3])
+
+    def fidelities(advantages):
+        sketch = gradient_sketch(ids, logprobs, cu, width=16)
+        choice = choose_rollouts(sketch, advantages * 2, groups, rule="match", k=1)
+        return choice.fidelity + group_fidelity(sketch, advantages, choice.weights, groups)
+
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    compiled = torch.compile(fidelities, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(advantages), fidelities(advantages))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rule": "mdap"}, "rule must be one of maxmin, dpp, match, random, top_advantage, not 'mdap'"),
         ({"k": -1}, "k must be >= 0, not -1"),
         ({"seed": -1}, "seed must be >= 0, not -1"),
-        ({"vectors": torch.zeros(3)}, "vectors must have 2 dimension(s), torch.float32, on the CPU"),
+        ({"vectors": torch.zeros(3)}, "vectors must have 2 dimension(s), torch.float32, on the device"),
         ({"advantages": torch.zeros(2)}, "advantages must be one per rollout (3), not 2"),
         ({"cu_group_sizes": torch.tensor([0, 2])}, "cu_group_sizes must end with 3, not 2"),
         ({"cu_group_sizes": torch.tensor([0, 2, 1, 3])}, "cu_group_sizes must not decrease"),

@@ -8,7 +8,16 @@ import pytest
 
 from fastrl_fast.budget import build_budget
 from fastrl_fast.collect import INDICES_PER_TRY, Collected, Collector
-from fastrl_fast.config import AdvantageConfig, BudgetConfig, Config, DataConfig, ModelConfig, PruneConfig, RewardConfig
+from fastrl_fast.config import (
+    AdvantageConfig,
+    BudgetConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PruneConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from fastrl_fast.draws import draw
 from fastrl_fast.drop_reasons import FILTERED, SURPLUS, UNGRADED
 from fastrl_fast.metrics import Clock
@@ -196,6 +205,30 @@ def test_skipped_prompts_are_replaced_before_sampling(process_group):
     assert collected.counts["prompts/skipped"] == collected.counts["prompts/drawn"] - 3 > 0
 
 
+def test_groups_carry_the_weight_of_their_lot(process_group):
+    made = collector(config(budget=BudgetConfig(kind="dppo", group_size=2, skip=0.75, tries=50), prompts=3))
+    made.budget.load_state_dict({"dead": ["p0", "p1"]})
+    seen = {g.prompt.id: g.weight for step in range(8) for g in made.collect(step).groups}
+    assert seen.items() >= {"p2": 1.0, "p3": 1.0, "p4": 1.0}.items()
+    assert {seen[name] for name in seen.keys() & {"p0", "p1"}} == {4.0}
+
+
+def test_overlong_completions_lose_up_to_one(process_group, monkeypatch):
+    """DAPO (3.8): 0 up to L_max - L_c, then (L_max - L_c - L) / L_c, -1 at L_max; right answers stay right."""
+    lengths = iter([5, 6, 7, 8, 9, 10, 0, 10])
+
+    def rollout(self, seed, step, prompt, index):
+        return Rollout([1] * (n := next(lengths)), [-1.0] * n, "stop", text="0")
+
+    monkeypatch.setattr(Sampler, "rollout", rollout)
+    settings = config(prompts=1, rollout=RolloutConfig(max_completion_tokens=10))
+    settings = replace(settings, reward=RewardConfig(functions={"exact": 1.0}, overlong_buffer=4))
+    monkeypatch.setattr(Grader, "grade", lambda self, p, c, columns: [{"exact": 1.0} for _ in c])
+    (group,) = collector(settings).collect(0).groups
+    assert [r.reward for r in group.rollouts] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 1.0, 0.0]
+    assert all(r.right for r in group.rollouts)
+
+
 def test_greso_surplus_is_left_out(process_group, monkeypatch):
     monkeypatch.setattr(Grader, "grade", lambda self, p, c, columns: [{"exact": float(i % 2)} for i, _ in enumerate(c)])
     made = collector(config(budget=BudgetConfig(kind="greso", filter=True), prompts=4))
@@ -247,6 +280,12 @@ def test_parts_that_contradict_each_other_are_refused():
         (lambda: PruneConfig(method="pods", align=4), "prune.method must be one of mdap"),
         (lambda: PruneConfig(align=4, weighting="multiplicity"), "prune.weighting must be none"),
         (lambda: PruneConfig(method="cppo", weighting="multiplicity"), "prune.weighting must be none unless"),
+        (lambda: PruneConfig(ngram=5), "prune.ngram must be from 1 to 4, got 5"),
+        (lambda: PruneConfig(ngram=2, similarity="gradient"), "prune.ngram must be 1 where prune.similarity is"),
+        (lambda: PruneConfig(method="pods", weighting="match"), "prune.weighting must be none or multiplicity unless"),
+        (lambda: PruneConfig(method="match", align=4), "prune.method must be one of mdap"),
+        (lambda: BudgetConfig(skip=1.0), "budget.skip must be in [0, 1), got 1.0"),
+        (lambda: RewardConfig(overlong_buffer=-1), "reward.overlong_buffer must be 0 or greater, got -1"),
         (lambda: AdvantageConfig(posterior_decay=0.5), "advantage.dead_groups must be one of the posteriors"),
         (lambda: AdvantageConfig(posterior_decay=1.5), "advantage.posterior_decay must be in [0, 1], got 1.5"),
     ],

@@ -216,6 +216,18 @@ def test_wrong_types_name_field_rule_and_value(argv, line):
         (["--rollout.min_p", "1"], "rollout.min_p must be in [0, 1), got 1.0"),
         (["--optimizer.betas", "[0.9,1]"], "optimizer.betas must be two numbers in [0, 1), got (0.9, 1.0)"),
         (["--loss.dual_clip", "1"], "loss.dual_clip must be greater than 1, got 1.0"),
+        (["--loss.importance.cap", "0"], "loss.importance.cap must be greater than 0, got 0.0"),
+        (["--loss.importance.floor", "3"], "loss.importance.floor must be in [0, loss.importance.cap (2.0)], got 3.0"),
+        (
+            ["--loss.kind", "gspo", "--loss.importance.kind", "token_mask"],
+            "loss.importance.kind must be none, sequence_truncate or sequence_mask where loss.kind is gspo, "
+            "got 'token_mask'",
+        ),
+        (
+            ["--updates.old_logprobs", "rollout", "--loss.importance.kind", "token_truncate"],
+            "loss.importance.kind must be none where updates.old_logprobs is rollout: the ratio itself corrects, "
+            "got 'token_truncate'",
+        ),
         (["--loss.clip_low", "-0.1"], "loss.clip_low must be 0 or greater, got -0.1"),
         (["--data.prompts_per_step", "0"], "data.prompts_per_step must be greater than 0, got 0"),
         (["--max_steps", "0"], "max_steps must be greater than 0, got 0"),

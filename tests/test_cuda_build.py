@@ -83,6 +83,8 @@ def test_the_bindings_take_calls_without_rows():
     kernels.logit_grad_cuda(*slab, 0, 0, 0, 0, 0, 0, 0)
     kernels.group_advantage_cuda(0, 0, 0, True, False, 1, 1e-6, 0, 0, 0)
     kernels.gradient_sketch_cuda(0, 0, 0, 0, 0, 64, 0, 0, 0)
+    kernels.choose_rollouts_cuda(0, 0, 0, 0, 0, 64, 1, 4, 0, 0, 0, 0, 0, 0)
+    assert kernels.choose_rollouts_workspace(2, 5, 1, 64, 4) == 5 * (9 + 2 * 4) + 2 * 64
     kernels.select_diverse_cuda(0, 0, 0, 0, 0, 0, 800_000, 1, False, 0, 0, 0, 0)
     assert kernels.select_diverse_workspace(7, 2) == 37
     if not torch.cuda.is_available():

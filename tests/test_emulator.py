@@ -18,9 +18,12 @@ import torch
 from numerics import assert_at_most_twice
 
 from fastrl_fast.ops import (
+    CHOICES,
     PRESETS,
+    choose_rollouts,
     gradient_sketch,
     group_advantage,
+    group_fidelity,
     logit_chunks,
     logit_slabs,
     reference,
@@ -33,6 +36,7 @@ EMULATOR = Path(__file__).parent / "emulator"
 sys.path.insert(0, str(EMULATOR))
 
 import checks  # noqa: E402
+import choices  # noqa: E402
 from build import build, runtime_of, sanitizer_environment  # noqa: E402
 from faults import FAULTS  # noqa: E402
 from library import Library  # noqa: E402
@@ -40,6 +44,7 @@ from library import Library  # noqa: E402
 # The modules; `ops` holds the functions of the same names.
 packed_logprobs = importlib.import_module("fastrl_fast.ops.packed_logprobs")
 fused_policy_losses = importlib.import_module("fastrl_fast.ops.fused_policy_loss")
+choices_of_rollouts = importlib.import_module("fastrl_fast.ops.choose_rollouts")
 gradient_sketches = importlib.import_module("fastrl_fast.ops.gradient_sketch")
 policy_losses = importlib.import_module("fastrl_fast.ops.policy_loss")
 group_advantages = importlib.import_module("fastrl_fast.ops.group_advantage")
@@ -117,6 +122,26 @@ def test_gradient_sketch_has_the_bits_of_the_cpu(library, schedule):
     assert torch.equal(here, torch.from_numpy(library.gradient_sketch(tokens, logprobs, cu, width=128, seed=3)))
 
 
+@SCHEDULES
+@pytest.mark.parametrize("rule", CHOICES)
+def test_choose_rollouts_has_the_bits_of_the_cpu(library, rule, schedule):
+    library.configure(**schedule)
+    for sizes, width in choices.CASES:
+        vectors, advantages, cu = choices.choice_case(sizes, width, 0)
+        vectors = vectors * np.float32(1 / 3)  # products and sums are rounded
+        tensors = [torch.from_numpy(x) for x in (vectors, advantages, cu)]
+        for k in (0, 3, 20):
+            here = choose_rollouts(*tensors, rule=rule, k=k, seed=11)
+            number, fewer = CHOICES.index(rule), min(k, len(vectors))
+            there = library.choose_rollouts(vectors, advantages, cu, rule=number, k=fewer, seed=11)
+            for x, y in zip((here.weights, here.order, here.fidelity), there, strict=True):
+                assert torch.equal(x, torch.from_numpy(y))
+            weights = here.weights * 0.7
+            fidelity = group_fidelity(*tensors[:2], weights, tensors[2])
+            given = {"rule": len(CHOICES), "k": 0, "seed": 0, "weights": weights.numpy()}
+            assert torch.equal(fidelity, torch.from_numpy(library.choose_rollouts(vectors, advantages, cu, **given)[2]))
+
+
 def test_the_order_of_threads_changes_no_bit(library):
     results = []
     for schedule in checks.SCHEDULES:
@@ -151,6 +176,7 @@ class Kernels:
     """The compiled module as fastrl_fast.ops knows it, with the emulated CUDA kernels."""
 
     gradient_sketch_cpu = staticmethod(compiled.gradient_sketch_cpu)
+    choose_rollouts_cpu = staticmethod(compiled.choose_rollouts_cpu)
 
     CUDA = True
     POLICY_LOSS_STATS = 10
@@ -179,6 +205,13 @@ class Kernels:
 
     def gradient_sketch_cuda(self, *arguments):
         self._call("gradient_sketch_cuda", *arguments)
+
+    def choose_rollouts_workspace(self, *sizes):
+        return self.library.choose_rollouts_workspace(*sizes)
+
+    def choose_rollouts_cuda(self, *arguments):
+        rule_at = 6
+        self._call("choose_rollouts_cuda", *arguments[:rule_at], ctypes.c_int(arguments[rule_at]), *arguments[7:])
 
     def policy_loss_cuda(self, *arguments):
         typed = [*arguments[:11], *map(ctypes.c_int, arguments[11:14]), *map(ctypes.c_double, arguments[14:18])]
@@ -212,7 +245,7 @@ def on_cuda(library, monkeypatch):
     torch_mm = torch.mm
     library.configure(seed=1, resident=2)
     kernels = Kernels(library)
-    for module in (logit_slabs, selection, group_advantages, policy_losses, gradient_sketches):
+    for module in (logit_slabs, selection, group_advantages, policy_losses, gradient_sketches, choices_of_rollouts):
         monkeypatch.setattr(module, "kernels", kernels)
         monkeypatch.setattr(module, "cuda_stream", cuda_stream)
     monkeypatch.setattr(torch, "mm", mm)
@@ -312,6 +345,16 @@ def test_gradient_sketch_with_the_cuda_kernel(on_cuda):
     assert torch.equal(ours, expected) and on_cuda.called == {"gradient_sketch_cuda"}
 
 
+def test_choose_rollouts_with_the_cuda_kernel(on_cuda):
+    case = [torch.from_numpy(x) for x in choices.choice_case([9, 0, 20], 10, 1)]
+    for number in range(len(CHOICES)):
+        settings = (number, 100, 0, None)
+        expected = torch.ops.fastrl_fast.choose_rollouts(*case, *settings)
+        ours = choices_of_rollouts._forward(*(x.as_subclass(CudaTensor) for x in case), *settings)
+        assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+    assert on_cuda.called == {"choose_rollouts_cuda"}
+
+
 def test_group_advantage_with_the_cuda_kernel(on_cuda):
     rewards, cu = map(torch.from_numpy, checks.reward_case([8, 3, 40]))
     ours, dead = group_advantages._cuda(rewards, cu, True, False, 1, 1e-6)
@@ -383,4 +426,4 @@ def test_a_faulty_launch_is_an_error(faulty):
 def test_deleting_any_barrier_makes_a_check_fail():
     done = run_python("plain", "delete_barriers.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("without its barrier") >= 11, done.stdout
+    assert done.stdout.count("without its barrier") >= 27, done.stdout

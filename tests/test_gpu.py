@@ -7,8 +7,10 @@ import torch
 from numerics import assert_at_most_twice
 
 from fastrl_fast.ops import (
+    CHOICES,
     PRESETS,
     RULES,
+    choose_rollouts,
     fused_policy_loss,
     gradient_sketch,
     group_advantage,
@@ -18,6 +20,7 @@ from fastrl_fast.ops import (
     select_diverse,
 )
 from fastrl_fast.ops.policy_loss import CLIP_KINDS, RATIO_KINDS
+from fastrl_fast.ops.prefix_attention import plan_prefixes, prefix_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +108,18 @@ def test_gradient_sketch_has_the_bits_of_the_cpu():
     assert torch.equal(gradient_sketch(*case), gradient_sketch(*on_gpu(*case)).cpu())
 
 
+@pytest.mark.parametrize("rule", CHOICES)
+def test_choose_rollouts_has_the_bits_of_the_cpu(rule):
+    make = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1024, 200, generator=make) + torch.randn(200, generator=make)
+    advantages = torch.randn(1024, generator=make)
+    vectors[17, 3], advantages[40] = math.nan, math.inf
+    case = (vectors, advantages, torch.tensor([0, 64, 64, 72, 300, 301, 1024]))
+    for k in (4, 40):
+        here, there = choose_rollouts(*case, rule=rule, k=k), choose_rollouts(*on_gpu(*case), rule=rule, k=k)
+        assert all(torch.equal(x, y.cpu()) for x, y in zip(here, there, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_policy_loss_is_the_unfused(dtype):
     hidden, weight, targets, _ = on_gpu(*head_case(3000, 128, 20001, dtype))
@@ -148,3 +163,36 @@ def test_another_stream_than_the_default_is_honoured():
         ours, _ = group_advantage(doubled, cu)
     stream.synchronize()
     assert torch.equal(ours, group_advantage(rewards * 2, cu)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+def test_prefix_attention_against_float64(heads, dtype):
+    """Two groups and a whole sequence; at most twice the error of torch's own attention on each whole sequence."""
+    cu_seqlens = torch.tensor([0, 300, 365, 500, 777, 900, 901, 1030])
+    prefixes = torch.tensor([[0, 300, 500], [777, 900, 1030]])
+    spans = [[(0, 300), (300, 365)], [(0, 300), (365, 500)], [(500, 777)], [(777, 900), (900, 901)]]
+    rows = [torch.cat([torch.arange(*span) for span in s]).cuda() for s in [*spans, [(777, 900), (901, 1030)]]]
+    make = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, n, 1030, 64, generator=make) for n in (heads[0], heads[1], heads[1])]
+    upstream = torch.randn(1, 1030, heads[0], 64, generator=make).cuda()
+
+    def whole(q, k, v):
+        out = torch.zeros_like(q)
+        for row in rows:
+            parts = (x[:, :, row] for x in (q, k, v))
+            attended = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+            out = out.index_copy(2, row, attended)
+        return out.transpose(1, 2)
+
+    def run(function, to):
+        leaves = [x.cuda().to(dtype).to(to).requires_grad_() for x in drawn]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(to))]
+
+    plan = plan_prefixes(*on_gpu(cu_seqlens, prefixes))
+    ours = run(lambda q, k, v: prefix_attention(q, k, v, plan), dtype)
+    for x, y, t in zip(ours, run(whole, dtype), run(whole, torch.float64), strict=True):
+        assert_at_most_twice(x, y, t)
+    again = run(lambda q, k, v: prefix_attention(q, k, v, plan), dtype)
+    assert all(torch.equal(x, y) for x, y in zip(ours[:1], again[:1], strict=True))

@@ -48,7 +48,7 @@ def test_grading_begins_before_sampling_ends(file: Path, tmp_path: Path) -> None
     """The second half is not sampled before the first is being graded."""
     groups = make_groups(2, tmp_path)
     with Grader([RewardTerm(name=f"{file}:marks", weight=1.0)], workers=1, timeout=30) as grader:
-        grading = Grading(grader, expected=6)
+        grading = Grading(grader, [], expected=6)
         grading.add(groups[0])
         deadline = time.monotonic() + 60
         while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
@@ -70,13 +70,28 @@ def test_values_are_those_of_one_submission_in_any_order(file: Path, tmp_path: P
                 truth[group.prompt.id] = grader.grade([group.prompt.text] * 3, texts, {"folder": [str(tmp_path)] * 3})
         for seed in range(2):
             order = random.Random(seed).sample(groups, len(groups))
-            grading = Grading(grader, expected=120)
+            grading = Grading(grader, [], expected=120)
             for group in order:
                 grading.add(group)
             graded = grading.result()
             assert [group for group, _ in graded] == [group for group in order if group.rollouts]
             assert {group.prompt.id: values for group, values in graded} == truth
-        assert Grading(grader, expected=0).result() == []
+        assert Grading(grader, [], expected=0).result() == []
+
+
+def test_a_lot_has_the_columns_of_all_prompts(tmp_path: Path) -> None:
+    """As in one submission: a prompt without a column gives None, also where it is graded without those that have
+    one."""
+    groups = make_groups(2, tmp_path)
+    (tmp_path / "hints.py").write_text(
+        "def hinted(prompts, completions, hint, **columns):\n    return [h for h in hint]\n"
+    )
+    groups[1].prompt.columns["hint"] = 1.0
+    with Grader([RewardTerm(name=f"{tmp_path}/hints.py:hinted", weight=1.0)], workers=1, timeout=30) as grader:
+        grading = Grading(grader, [group.prompt for group in groups], expected=6)
+        for group in groups:
+            grading.add(group)
+        assert [[*value.values()] for _, values in grading.result() for value in values] == [[None]] * 3 + [[1.0]] * 3
 
 
 class Refusing:
@@ -93,7 +108,7 @@ class Refusing:
 
 def test_a_refusal_waits_until_all_is_sampled(tmp_path: Path) -> None:
     """P01: raised in the midst of sampling it would leave the other ranks waiting."""
-    grading = Grading(Refusing(), expected=24)  # type: ignore[arg-type]
+    grading = Grading(Refusing(), [], expected=24)  # type: ignore[arg-type]
     for group in make_groups(8, tmp_path):
         grading.add(group)
     with pytest.raises(ValueError, match="no column answer"):

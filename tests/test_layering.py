@@ -40,8 +40,8 @@ SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics"], 4: RANKS[4
 ONLY_IN = {
     "vllm": ["rollout.vllm"],
     "trl": ["integrations.trl"],
-    "flash_attn": ["ops.packed_attention", "ops.attention_calls"],
-    "flash_attn_interface": ["ops.attention_calls"],
+    "flash_attn": ["ops.packed_attention", "ops.varlen_attention"],
+    "flash_attn_interface": ["ops.varlen_attention"],
     "_fastrl_fast": ["ops._lib"],
 }
 """Libraries that one module alone may import."""

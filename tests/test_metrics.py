@@ -243,6 +243,7 @@ def test_step_metrics_by_hand(groups, process_group):
         "groups/count": 2,
         "groups/dead": 1,
         "groups/effective_size": 1,
+        "prune/fidelity": 1,
         "rollouts/generated": 5,
         "rollouts/graded": 4,
         "rollouts/kept": 1,

@@ -131,6 +131,21 @@ def test_shared_prompts_change_neither_logprobs_nor_gradients(make_lm, family, d
         assert apart <= (1e-6 if tight else 1e-5), name
 
 
+def test_models_with_capped_scores_are_loaded_and_share_prompts(tmp_path):
+    """Gemma 2, whose other layers have a window; against the stock model's own plain attention."""
+    torch.manual_seed(0)
+    sizes = SMALL | dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=1.5)
+    Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=73)).save_pretrained(tmp_path)
+    lm = load_causal_lm(str(tmp_path), SETTINGS).eval()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    rollouts = in_groups(share=True)
+    expected = torch.cat([alone(lm, s, 1.0)[0] for s in rollouts])
+    logprobs, _ = build_policy(lm, SETTINGS, temperature=1.0)(pack(rollouts))
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-5)
+
+
 def test_shared_prompts_are_recomputed_with_the_layers(make_lm):
     """Activation checkpointing runs the attention again in the backward pass."""
     gradients = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from numerics import assert_at_most_twice
+from numerics import assert_at_most_twice, error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -128,6 +128,16 @@ def test_low_precision_is_float32_inside(dtype):
     low, high = (gradients(packed_logprobs, x, None, {}, upstream) for x in (c, exact))
     for x, y in zip(low, high, strict=True):
         assert x.dtype == dtype and torch.equal(x, y.to(dtype))
+
+
+def test_bfloat16_loses_less_than_a_hundredth_of_what_pytorch_loses():
+    c = case(37, 24, 1003, 50, dtype=torch.bfloat16)
+    options = {"row_index": c.row_index, "bias": c.bias}
+    ours = packed_logprobs(c.hidden, c.weight, c.targets, **options)
+    truth = reference.packed_logprobs(c.hidden, c.weight, c.targets, **options)
+    torchs = reference.packed_logprobs(c.hidden, c.weight, c.targets, dtype=torch.bfloat16, **options)
+    for x, y, t in zip(ours, torchs, truth, strict=True):
+        assert error(x, t) <= error(y, t) / 100
 
 
 def test_float64_gradcheck(small_slabs):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numerics import assert_at_most_twice
 from torch import Tensor
 
-from fastrl_fast.ops import attention_calls
-from fastrl_fast.ops.attention_calls import Blocks, Scores, Varlen
+from fastrl_fast.ops.attention_calls import Blocks, Call, Scores
 from fastrl_fast.ops.prefix_attention import SHORT, PrefixPlan, plan_prefixes, prefix_attention
+from fastrl_fast.ops.varlen_attention import Flash2, Flash3, TorchFlash
 
 LAYOUTS = {
     "one group": [(5, [3, 1, 4])],
@@ -188,7 +188,7 @@ def varlen_by_blocks(q, k, v, cu_q, cu_k, *, backward=None, causal, scale, softc
     blocks.products = True
     results = []
     for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        call = attention_calls.Call(slice(0, b - a), slice(0, d - c), causal)
+        call = Call(slice(0, b - a), slice(0, d - c), causal)
         parts = q[a:b], k[c:d], v[c:d]
         if backward is None:
             results.append(blocks.forward(*parts, call))
@@ -198,8 +198,24 @@ def varlen_by_blocks(q, k, v, cu_q, cu_k, *, backward=None, causal, scale, softc
     return [torch.cat(x) for x in zip(*results, strict=True)]
 
 
+def stand_in(q, k, v, cu_q, cu_k, *, causal, scale, softcap=0.0, backward=None):
+    """The forward pass of a variable-length kernel, with its layout of the log-sum-exp, or its gradients."""
+    rows = dict(causal=causal, scale=scale, softcap=softcap)
+    if backward is None:
+        out, lse = varlen_by_blocks(q, k, v, cu_q, cu_k, **rows)
+        return out, lse.t().contiguous()
+    grad, out, lse = backward
+    assert lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
+    return varlen_by_blocks(q, k, v, cu_q, cu_k, backward=(grad, out, lse.t()), **rows)
+
+
+def fill(totals, parts) -> None:
+    for total, part in zip(totals, parts, strict=True):
+        total.copy_(part)
+
+
 def pretend_flash_2() -> ModuleType:
-    """Functions with the signatures of flash-attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py)."""
+    """Signatures of flash-attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py)."""
 
     def _flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -207,20 +223,17 @@ def pretend_flash_2() -> ModuleType:
     ):  # fmt: skip
         assert dropout_p == 0 and (window_size_left, window_size_right) == (-1, -1)
         rows = dict(causal=causal, scale=softmax_scale, softcap=softcap)
-        out, lse = varlen_by_blocks(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows)
-        return out, lse.t().contiguous(), torch.empty(0), torch.empty(2)
+        return *stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows), torch.empty(0), torch.empty(2)
 
     def _flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
         rng_state=None,
     ):  # fmt: skip
-        assert dropout_p == 0 and alibi_slopes is None and deterministic
-        assert softmax_lse.shape == (q.shape[1], q.shape[0]) and softmax_lse.is_contiguous()
-        rows = dict(causal=causal, scale=softmax_scale, softcap=softcap, backward=(dout, out, softmax_lse.t()))
-        parts = varlen_by_blocks(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows)
-        for total, part in zip((dq, dk, dv), parts, strict=True):
-            total.copy_(part)
+        assert dropout_p == 0 and alibi_slopes is None and deterministic is True
+        assert (window_size_left, window_size_right) == (-1, -1)
+        rows = dict(causal=causal, scale=softmax_scale, softcap=softcap, backward=(dout, out, softmax_lse))
+        fill((dq, dk, dv), stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows))
 
     module = ModuleType("flash_attn.flash_attn_interface")
     module._flash_attn_varlen_forward = _flash_attn_varlen_forward
@@ -228,19 +241,57 @@ def pretend_flash_2() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
+def pretend_flash_3() -> ModuleType:
+    """Signatures of flash-attn 3 (hopper/flash_attn_interface.py), those of its arguments that are not always none."""
+
+    def _flash_attn_forward(
+        q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+        causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    ):  # fmt: skip
+        assert (window_size_left, window_size_right) == (-1, -1)
+        rows = dict(causal=causal, scale=softmax_scale, softcap=softcap)
+        return *stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows), torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        assert deterministic is True and (window_size_left, window_size_right) == (-1, -1)
+        rows = dict(causal=is_causal, scale=softmax_scale, softcap=softcap, backward=(dout, out, softmax_lse))
+        fill((dq, dk, dv), stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **rows))
+
+    module = ModuleType("flash_attn_interface")
+    module._flash_attn_forward = _flash_attn_forward
+    module._flash_attn_backward = _flash_attn_backward
+    return module
+
+
+def pretend_torch(monkeypatch) -> None:
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+        return *stand_in(q, k, v, cu_q, cu_k, causal=causal, scale=scale), "seed", "offset", torch.empty(0)
+
+    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, *, scale):
+        assert (seed, offset) == ("seed", "offset")
+        return stand_in(q, k, v, cu_q, cu_k, causal=causal, scale=scale, backward=(grad, out, lse))
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+
+
+@pytest.mark.parametrize("kernel", [Flash2, Flash3, TorchFlash])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_way_to_flash_attn_equals_whole_sequences(monkeypatch, layout, softcap):
-    """Borders, layouts of the log-sum-exp and sums of gradients, with a stand-in for the kernel."""
+def test_the_way_to_variable_length_kernels_equals_whole_sequences(monkeypatch, layout, kernel):
+    """Borders, arguments, layouts of the log-sum-exp and sums of gradients, with stand-ins for the kernels."""
     package = ModuleType("flash_attn")
     package.flash_attn_interface = pretend_flash_2()
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention_calls, "HAS_FLASH", True)
-    monkeypatch.setattr("fastrl_fast.ops.prefix_attention.takes_borders", lambda q, scores: True)
-    kinds = []
-    monkeypatch.setattr("fastrl_fast.ops.prefix_attention.Varlen", lambda *a: kinds.append(Varlen(*a)) or kinds[-1])
-    assert_exact(LAYOUTS[layout], softcap=softcap)
-    assert [kind.run.__name__ for kind in kinds] == ["_Flash2"]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", pretend_flash_3())
+    pretend_torch(monkeypatch)
+    monkeypatch.setattr("fastrl_fast.ops.prefix_attention.varlen_kernel", lambda q, scores: kernel(scores))
+    assert_exact(LAYOUTS[layout])
+    if kernel is Flash2:
+        assert_exact(LAYOUTS[layout], softcap=1.5)
 
 
 def test_a_plan_of_one_call_per_piece_and_group():

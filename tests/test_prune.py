@@ -149,6 +149,12 @@ def test_zero_advantages_are_free_only_without_kl():
         assert all(counted(r) for g in (dead, live) for r in g.rollouts)
 
 
+def test_zero_advantages_are_kept_where_the_config_says_so():
+    dead, live = make_group([[1], [2]], [1.0, 1.0]), make_group([[1], [2], [3]], [0.0, 0.5, 1.0])
+    prune([dead, live], PruneConfig(method="none", zero_advantage="keep"), kl=False)
+    assert (kept(dead), kept(live)) == ([0, 1], [0, 1, 2])
+
+
 def test_a_dead_group_keeps_one_of_each_kind_under_kl():
     group = make_group([[1, 2], [1, 2], [8, 9]], [1.0] * 3)
     prune([group], PruneConfig(), kl=True)

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastrl_fast.advantage import assign_advantages
+from fastrl_fast.budget.dppo import DppoBudget
 from fastrl_fast.config import AdvantageConfig, PruneConfig
-from fastrl_fast.drop_reasons import FREE, LOT, REJECTED, UNGRADED
+from fastrl_fast.drop_reasons import FREE, LOT, REJECTED, SMALL, UNGRADED
 from fastrl_fast.packing import to_train_group
-from fastrl_fast.prune import offers, prune, put_back
+from fastrl_fast.prune import cut_step, offers, prune, put_back, sizes
 from fastrl_fast.prune.extremes import max_variance_subset
 from fastrl_fast.types import Group, Prompt, Rollout
 
@@ -78,6 +79,43 @@ def test_cppo_keeps_the_largest_advantages():
     assert len(kept(pruned([1.0, 0.0, 0.5], PruneConfig(method="cppo", keep_fraction=0.3)))) == 1
 
 
+def step_of_groups() -> list[Group]:
+    return [
+        make_group([1.0] * 7 + [0.0], prompt_id="a", number=1),
+        make_group([1.0, 0.0] * 4, prompt_id="b", number=0),
+        make_group([1.0] * 4, prompt_id="c", number=2),
+        make_group([math.nan, 0.25, 0.75], prompt_id="d", number=3),
+    ]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("kl", [True, False])
+def test_cppo_over_the_step_is_one_cut(fraction, kl):
+    """3.1: top k of |A| over the flat batch, so that a group of small advantages may lose more than its share."""
+    groups = step_of_groups()
+    prune(groups, PruneConfig(method="cppo_batch", keep_fraction=fraction), kl=kl)
+    # Two ranks with two groups each must agree with one rank that has them all.
+    everywhere = [*sizes(groups[2:]), *sizes(groups[:2])]
+    for group in groups:
+        cut_step([group], everywhere, keep_fraction=fraction)
+    flat = [(g.number, i, abs(r.advantage)) for g in groups for i, r in enumerate(g.rollouts) if r.graded]
+    chosen = sorted(flat, key=lambda one: (-one[2], one[0], one[1]))[: max(1, math.floor(len(flat) * fraction + 1e-9))]
+    places = {(number, index) for number, index, _ in chosen}
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            expected = "" if kl or rollout.advantage else FREE
+            expected = expected if (group.number, index) in places else SMALL
+            assert rollout.drop_reason == (expected if rollout.graded else UNGRADED)
+
+
+def test_cppo_over_the_step_by_hand():
+    """2.475 of the lone wrong one, then .935 of four right and four wrong, then .707: .354 comes last."""
+    groups = step_of_groups()
+    cut_step(groups, sizes(groups), keep_fraction=0.5)
+    assert [kept(group) for group in groups] == [[7], list(range(8)), [], [1, 2]]
+    assert kept(pruned([1.0] * 7 + [0.0], PruneConfig(method="cppo"))) == [0, 1, 2, 7], "a group alone keeps its half"
+
+
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
 def test_random_pruning_is_uniform_and_repeatable(fraction):
     config = PruneConfig(method="random", keep_fraction=fraction)
@@ -122,6 +160,59 @@ def test_dppo_is_unbiased():
         small = abs(before.advantage) < mean
         assert after.kept or (small and after.drop_reason == LOT)
         assert not after.kept or after.weight == (2.5 if small else 1.0)
+
+
+def test_dppo_is_unbiased_exactly(monkeypatch):
+    """3.4: over all outcomes of the lots over prompts and over small advantages, each times its chance, the weighted
+    sum w_q w_o A v of what is trained on is the sum A v over everything."""
+    skip, keep = 0.4, 0.3
+    rewards = {"a": [1.0, 0.2, 0.4], "b": [1.0, 0.0], "c": [0.9, 0.1, 0.3]}
+    values = {"a": [3.0, -1.0, 2.0], "b": [0.5, 4.0], "c": [1.0, -2.0, 7.0]}
+    config = PruneConfig(method="dppo", keep_fraction=keep, divisor="all")
+    budget = DppoBudget(2, skip=skip, seed=0)
+    # What a and c last showed were no differences; b is new.
+    budget.load_state_dict({"dead": ["a", "c"]})
+    whole = {name: make_group(given, prompt_id=name) for name, given in rewards.items()}
+    truth = sum(r.advantage * v for name, g in whole.items() for r, v in zip(g.rollouts, values[name], strict=True))
+    lots: dict[tuple[str, str, int], bool] = {}
+    # A lot that falls on "low" is below its chance; what it decides is asked for below.
+    monkeypatch.setattr(
+        "fastrl_fast.budget.dppo.draw", lambda seed, step, what, name: 0.0 if lots[what, name, 0] else 0.99
+    )
+    monkeypatch.setattr(
+        "fastrl_fast.prune.rule.draw", lambda seed, step, what, name, i: 0.0 if lots[what, name, i] else 0.99
+    )
+    small = {
+        (name, i)
+        for name, g in whole.items()
+        for i, r in enumerate(g.rollouts)
+        if abs(r.advantage) < statistics.fmean(abs(r.advantage) for r in g.rollouts)
+    }
+    assert len(small) >= 2
+    questions = [("dppo", "a", 0), ("dppo", "c", 0), *(("prune", name, i) for name, i in sorted(small))]
+    expected = total_chance = 0.0
+    for answers in itertools.product([True, False], repeat=len(questions)):
+        lots.update(zip(questions, answers, strict=True))
+        chance = math.prod(
+            (low if answer else 1 - low)
+            for (what, _, _), answer in zip(questions, answers, strict=True)
+            for low in [skip if what == "dppo" else keep]
+        )
+        groups = [make_group(given, prompt_id=name) for name, given in rewards.items()]
+        planned = budget.plan([g.prompt for g in groups], step=3)
+        sampled = [g for g, size in zip(groups, planned, strict=True) if size]
+        for group in sampled:
+            group.weight = budget.weight(group.prompt)
+        prune(sampled, config, kl=True)
+        expected += chance * sum(
+            r.weight * r.advantage * v
+            for g in sampled
+            for r, v in zip(g.rollouts, values[g.prompt.id], strict=True)
+            if r.kept
+        )
+        total_chance += chance
+    assert total_chance == pytest.approx(1.0)
+    assert expected == pytest.approx(truth, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +306,16 @@ def test_alignment_ends_where_nothing_is_left():
     assert [len(kept(g)) for g in groups] == [6, 6]
 
 
+def test_the_divisor_counts_a_group_by_its_weight():
+    group = make_group([1.0, 0.0])
+    group.weight = 2.0
+    prune([group], PruneConfig(method="none"), kl=False)
+    for divisor in ("all", "kept"):
+        train = to_train_group(group, divisor=divisor)
+        assert (train.loss_tokens, train.loss_sequences) == (8, 4)
+        assert [sequence.weight for sequence in train.sequences] == [2.0, 2.0]
+
+
 def test_divisor_of_all_does_not_move_with_pruning():
     group = make_group([1.0, 0.0, 0.0, math.nan, 0.0])
     before = to_train_group(group, divisor="all")
@@ -225,7 +326,20 @@ def test_divisor_of_all_does_not_move_with_pruning():
 
 
 def test_no_rule_minds_empty_and_ungraded_groups():
-    for method in ("random", "cppo", "pods", "dppo", "balanced", "aero", "aero_mdap", "mdap", "none"):
+    for method in (
+        "random",
+        "cppo",
+        "pods",
+        "dppo",
+        "balanced",
+        "aero",
+        "aero_mdap",
+        "mdap",
+        "maxmin",
+        "dpp",
+        "match",
+        "none",
+    ):
         groups = [make_group([]), make_group([math.nan, math.nan]), make_group([1.0]), make_group([1.0, 1.0])]
         prune(groups, PruneConfig(method=method), kl=False)
         assert not any(r.kept for g in groups for r in g.rollouts), "nothing teaches anything here"

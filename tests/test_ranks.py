@@ -41,8 +41,6 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     """Results of the worker's scenarios for 1, 2 and 3 ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -50,9 +48,12 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=True,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    for name, tied in (("model", True), ("model_untied", False)):
+        torch.manual_seed(0)
+        config.tie_word_embeddings = tied
+        Qwen2ForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     rows = [{"prompt": f"Name the first number of {i + 3}, {i + 20}:", "answer": i, "number": i} for i in range(8)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(REWARDS)
@@ -71,14 +72,14 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 
 
 SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences", "aero", "refilled", "aligned")
-SCENARIOS += ("skipping", "unshared")
+SCENARIOS += ("skipping", "cut_over_the_step", "matched", "unshared", "untied_gspo")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_number_of_ranks_takes_the_same_step(steps: dict[int, dict], scenario: str, ranks: int) -> None:
     one, many = steps[1][scenario], steps[ranks][scenario]
-    start = steps[1]["nothing_left"]["weights"]
+    start = one["start"]
     moved = torch.cat([(one["weights"][name] - start[name]).flatten() for name in start])
     apart = torch.cat([(one["weights"][name] - many["weights"][name]).flatten() for name in start])
     assert moved.norm() > 0, "the step must move the weights"

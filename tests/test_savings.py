@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from fastrl_fast.config import Config, DataConfig, LossConfig, ModelConfig, UpdatesConfig
+from fastrl_fast.config import BudgetConfig, Config, DataConfig, LossConfig, ModelConfig, UpdatesConfig
 from fastrl_fast.drop_reasons import FILTERED, SIMILAR
 from fastrl_fast.packing import ModelShape, microbatch_flops, to_train_group
-from fastrl_fast.savings import Passes, flop_sums, seconds_saved, totals
+from fastrl_fast.savings import Passes, flop_sums, generation_saved, means, seconds_saved, totals
 from fastrl_fast.types import Group, Prompt, Rollout
 
 FLAT = ModelShape(parameters=1000, layers=0, hidden=16)
@@ -103,11 +103,28 @@ def test_passes_are_those_that_the_trainer_runs(updates, settings, kl, expected)
 
 
 def test_seconds_saved_are_at_the_pace_of_the_kept():
-    metrics = sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0))
-    saved = seconds_saved(metrics, {"seconds/score": 2.0, "seconds/update": 7.0})
-    assert saved == pytest.approx({"seconds_saved/score": 2.0 * 51 / 14, "seconds_saved/update": 7.0 * 51 / 14})
-    nothing = sums(GROUPS[1:], FLAT, Passes(old=0.0, reference=0.0, update=3.0))
-    assert seconds_saved(nothing, {"seconds/update": 1.0}) == {"seconds_saved/score": 0.0, "seconds_saved/update": 0.0}
+    metrics = sums(GROUPS, FLAT, Passes(old=1.0, reference=1.0, update=3.0)) | {"rollouts/generated": 4.0}
+    metrics |= generation_saved(metrics, 3, BudgetConfig(group_size=2))
+    saved = seconds_saved(metrics, {"seconds/sample": 8.0, "seconds/score": 2.0, "seconds/update": 7.0})
+    expected = {"sample": 8.0 * 2 / 4, "score": 2.0 * 51 / 14, "update": 7.0 * 51 / 14}
+    assert saved == pytest.approx({f"seconds_saved/{name}": value for name, value in expected.items()})
+    nothing = sums(GROUPS[1:], FLAT, Passes(old=0.0, reference=0.0, update=3.0)) | {"flops_saved/generation": 0.0}
+    assert set(seconds_saved(nothing, {"seconds/update": 1.0}).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("budget", "drawn", "generated", "expected"),
+    [
+        (BudgetConfig(kind="ars", group_size=8), 4, 24, 100 * 8 / 24),  # 6 each where 8 were possible
+        (BudgetConfig(kind="aero", group_size=4, max_group_size=8), 4, 16, 100.0),  # nobody needed to be rescued
+        (BudgetConfig(kind="greso", group_size=8), 6, 32, 50.0),  # two of six prompts skipped
+        (BudgetConfig(kind="knapsack", group_size=8), 4, 32, 0.0),
+        (BudgetConfig(), 4, 0, 0.0),
+    ],
+)
+def test_sampling_saved_is_against_groups_of_full_size(budget, drawn, generated, expected):
+    metrics = {"rollouts/generated": float(generated), "flops/generation": 100.0}
+    assert generation_saved(metrics, drawn, budget) == pytest.approx({"flops_saved/generation": expected})
 
 
 def test_totals_sum_what_can_be_summed(tmp_path):
@@ -119,3 +136,13 @@ def test_totals_sum_what_can_be_summed(tmp_path):
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in steps))
     assert totals(path) == {"flops/update": 0.6, "rollouts/kept": 7.0, "dropped/similar": 2.0}
+
+
+def test_means_over_the_steps_of_a_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    steps = [
+        {"step": i, "prune/fidelity": f, "groups/effective_size": 2.0, "rollouts/kept_fraction": 0.5}
+        for i, f in enumerate([0.5, 1.0])
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in steps))
+    assert means(path) == {"prune/fidelity": 0.75, "groups/effective_size": 2.0, "rollouts/kept_fraction": 0.5}

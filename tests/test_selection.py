@@ -118,6 +118,17 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.fastrl_fast.select_diverse.default, (*arguments, True, 800_000, 2))
 
 
+def test_compiles_without_graph_breaks():
+    arguments = flat([[[1, 2], [1, 3], [1, 2]], []], [0, 0, 0])
+
+    def weights(classes):
+        kept, representative = select_diverse(*arguments[:3], classes + 0)
+        return kept * representative.bincount(minlength=3)
+
+    compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
+    assert compiled(arguments[3]).tolist() == weights(arguments[3]).tolist() == [3, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

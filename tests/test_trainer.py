@@ -274,3 +274,30 @@ def test_the_learning_rate_reaches_the_optimizer(make_trainer) -> None:
     rates = [trainer.step()["optimizer/lr"] for _ in range(3)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
     assert trainer.parts.optimizer.param_groups[0]["lr"] == rates[-1]
+
+
+def test_a_window_that_is_too_short_for_sharing_is_said_once(make_trainer) -> None:
+    trainer = make_trainer()
+    said: list[str] = []
+
+    class Log:
+        say = said.append
+
+    trainer.parts.log = Log()
+    trainer.longest_shared = 100
+    trainer._warn_of_window()
+    assert said == [
+        "updates.share_prompts: the model's sliding window of 100 tokens does not cover data.max_prompt_tokens + "
+        "rollout.max_completion_tokens (2072); longer rollouts get a prompt each"
+    ]
+    trainer.longest_shared = math.inf
+    trainer._warn_of_window()
+    assert len(said) == 1
+
+
+def test_prompts_are_shared_and_checked_unless_the_config_says_no(make_trainer) -> None:
+    for share in (True, False):
+        trainer = make_trainer(updates=UpdatesConfig(share_prompts=share, tokens_per_microbatch=128))
+        metrics = trainer.step()
+        assert trainer.sharing_check.done is share
+        assert (metrics["flops_shared/update"] > 0) is share

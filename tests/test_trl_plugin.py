@@ -221,6 +221,8 @@ def test_a_model_that_cannot_be_packed_is_refused(make_trainer):
     ("ours", "settings", "message"),
     [
         ({"prune": PruneConfig(method="pods")}, {}, "prune.method must be one of none, mdap"),
+        ({"prune": PruneConfig(similarity="gradient")}, {}, "prune.similarity must be jaccard in TRL"),
+        ({"prune": PruneConfig(method="cppo", weighting="match")}, {}, "prune.weighting must be none or multiplicity"),
         ({"prune": PruneConfig(align=4)}, {}, "prune.align must be 1 in TRL"),
         ({"budget": BudgetConfig(kind="aero")}, {}, "budget.kind must be fixed or ars in TRL"),
         ({"budget": BudgetConfig(kind="ars")}, {"max_steps": -1}, "budget.epoch_steps must be given"),

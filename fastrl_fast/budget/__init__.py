@@ -4,6 +4,7 @@ from ..config import Config
 from ..method_config import ARS
 from .budget import Budget, FixedBudget
 from .ceiling import ArsCeiling, Ceiling, FixedCeiling
+from .dppo import DppoBudget
 from .greso import GresoBudget
 from .knapsack import KnapsackBudget
 from .outcome import Outcome
@@ -24,6 +25,8 @@ def build_budget(config: Config, *, prompts: int) -> Budget:
         return FixedBudget(ceiling)
     if c.kind == "knapsack":
         return KnapsackBudget(c.group_size, low=c.min_group_size, high=c.max_group_size)
+    if c.kind == "dppo":
+        return DppoBudget(c.group_size, skip=c.skip, seed=config.seed)
     if c.kind == "greso":
         return GresoBudget(c.group_size, seed=config.seed, epoch_steps=epoch_steps)
     both = c.kind == "reinforce_ada" and c.until == "balanced"

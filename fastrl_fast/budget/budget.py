@@ -19,6 +19,10 @@ class Budget(ABC):
     def plan(self, prompts: list[Prompt], *, step: int) -> list[int]:
         """Rollouts of each prompt's first round; 0 skips the prompt, and others are drawn in its place."""
 
+    def weight(self, prompt: Prompt) -> float:
+        """1 / the chance with which `plan` did not skip the prompt, where the lots are to be undone."""
+        return 1.0
+
     def extend(self, groups: list[Group]) -> list[int]:
         """Further rollouts of each graded group, asked again until all are 0."""
         return [0] * len(groups)

@@ -53,6 +53,10 @@ class FastGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         rule = f"one of {', '.join(METHODS)} in TRL"
         require(self.prune_config.method in METHODS, "prune.method", rule, self.prune_config.method)
+        rule = "jaccard in TRL, which hands over no logprobs of the sampler"
+        require(self.prune_config.similarity == "jaccard", "prune.similarity", rule, self.prune_config.similarity)
+        rule = "none or multiplicity in TRL"
+        require(self.prune_config.weighting != "match", "prune.weighting", rule, self.prune_config.weighting)
         require(self.prune_config.align == 1, "prune.align", "1 in TRL", self.prune_config.align)
         require(not self._is_vlm, "model", "a language model: images are not supported", "a vision-language model")
         require(not self.aux_loss_enabled, "router_aux_loss_coef", "0", self.router_aux_loss_coef)

@@ -1,18 +1,13 @@
-"""Kernels that attend from some rows of a packed row to others and also say, or take, the log-sum-exp of the scores.
+"""Attention from some rows of a packed row to others that also says, and takes, the log-sum-exp of the scores.
 
 q, out [T, heads, D], k, v [T, kv heads, D], lse [T, heads] float32 (float64 for float64): all as one packed row.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
-
-HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
-HAS_FLASH_3 = importlib.util.find_spec("flash_attn_interface") is not None
 
 Rows = slice | Tensor
 
@@ -145,141 +140,3 @@ def _products_backward(
     if slope is not None:
         ds = ds * slope
     return (ds @ ks).to(q.dtype), (ds.mT @ qs).to(k.dtype), (p.mT @ g).to(v.dtype)
-
-
-def takes_borders(q: Tensor, scores: Scores) -> bool:
-    """Whether a variable-length kernel serves these queries: half precision on CUDA, heads of a multiple of 8 up to
-    256; torch's own has no soft cap."""
-    fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] % 8 == 0 and q.shape[2] <= 256
-    return fits and (scores.softcap is None or HAS_FLASH)
-
-
-class Varlen:
-    """Calls with borders, on CUDA: FlashAttention 3 or 2 where installed, else the one inside torch."""
-
-    def __init__(self, q: Tensor, k: Tensor, scores: Scores) -> None:
-        self.scores = scores
-        self.reach = (-1, -1) if scores.window is None else (scores.window - 1, 0)
-        hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-        self.run: type[_Flash2] | type[_Flash3] | type[_TorchFlash] = _TorchFlash
-        if HAS_FLASH_3 and hopper and scores.softcap is None:
-            self.run = _Flash3
-        elif HAS_FLASH:
-            self.run = _Flash2
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """out and lse of the call's queries."""
-        inputs = q[call.queries].contiguous(), k[call.keys].contiguous(), v[call.keys].contiguous()
-        out, lse = self.run.forward(*inputs, call, self.scores, self._reach(call))
-        return out, lse.t()
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the call's queries, keys and values, given the merged out and lse."""
-        g, qs, outs = (x[call.queries].contiguous() for x in (grad, q, out))
-        ks, vs = k[call.keys].contiguous(), v[call.keys].contiguous()
-        sums = lse[call.queries].t().contiguous()
-        return self.run.backward(g, qs, ks, vs, outs, sums, call, self.scores, self._reach(call))
-
-    def _reach(self, call: Call) -> tuple[int, int]:
-        return self.reach if call.causal else (-1, -1)
-
-
-def _borders(call: Call) -> tuple[Tensor, Tensor, int, int]:
-    assert call.borders is not None, "a variable-length kernel needs borders"
-    return call.borders.queries, call.borders.keys, call.borders.longest_query, call.borders.longest_key
-
-
-class _Flash2:
-    """flash-attn 2.7 and later."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, call: Call, scores: Scores, reach: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_2()._flash_attn_varlen_forward(
-            q, k, v, *_borders(call), 0.0, scores.scale, call.causal, *reach, scores.softcap or 0.0
-        )
-        return out, lse
-
-    @staticmethod
-    def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scores: Scores,
-        reach: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _flash_2()._flash_attn_varlen_backward(
-            g, q, k, v, out, lse, *grads, *_borders(call), 0.0, scores.scale, call.causal, *reach,
-            scores.softcap or 0.0, None, True,
-        )  # fmt: skip
-        return grads
-
-
-class _Flash3:
-    """flash-attn 3 (`flash_attn_interface`), whose functions name both window sizes."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, call: Call, scores: Scores, reach: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        cu_q, cu_k, max_q, max_k = _borders(call)
-        out, lse, *_ = _flash_3()._flash_attn_forward(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            softmax_scale=scores.scale, causal=call.causal, window_size_left=reach[0], window_size_right=reach[1],
-        )  # fmt: skip
-        return out, lse
-
-    @staticmethod
-    def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scores: Scores,
-        reach: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        cu_q, cu_k, max_q, max_k = _borders(call)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _flash_3()._flash_attn_backward(
-            g, q, k, v, out, lse, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, is_causal=call.causal, window_size_left=reach[0],
-            window_size_right=reach[1], deterministic=True,
-        )  # fmt: skip
-        return dq, dk, dv
-
-
-class _TorchFlash:
-    """The FlashAttention 2 inside torch; without dropout it reads nothing of the random state it is given."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, call: Call, scores: Scores, reach: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        left, right = (None, None) if reach[0] < 0 else reach
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_borders(call), 0.0, call.causal, False, scale=scores.scale,
-            window_size_left=left, window_size_right=right,
-        )  # fmt: skip
-        return out, lse
-
-    @staticmethod
-    def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scores: Scores,
-        reach: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        left, right = (None, None) if reach[0] < 0 else reach
-        unused = torch.empty(2, dtype=torch.int64, device=q.device), torch.empty(0, dtype=torch.int64, device=q.device)
-        grads = torch.ops.aten._flash_attention_backward(
-            g, q, k, v, out, lse, *_borders(call), 0.0, call.causal, *unused, scale=scores.scale,
-            window_size_left=left, window_size_right=right,
-        )  # fmt: skip
-        return grads[0], grads[1], grads[2]
-
-
-def _flash_2() -> ModuleType:
-    from flash_attn import flash_attn_interface
-
-    return flash_attn_interface
-
-
-def _flash_3() -> ModuleType:
-    import flash_attn_interface
-
-    return flash_attn_interface

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import check, kernels, library
+from fastrl_fast.ops._lib import check, cuda_stream, kernels, library
 
 CHOICES = ("maxmin", "dpp", "match", "random", "top_advantage")
 """In the order of the enum of csrc/kernels/choose_rollouts.h, where `given` follows."""
@@ -41,11 +41,11 @@ def choose_rollouts(
     `match` picks rollouts and weights >= 0 so that the weighted sum comes near sum_i g_i (non-negative least squares).
     `random` draws without replacement by a hash of `seed` and the rollout's index.
     `top_advantage` takes the largest |A| (CPPO; one group over everything ranks the whole batch).
-    A rollout with a vector or advantage that is not finite is never kept. The result does not depend on the thread
-    count, nor on the machine where products of vector elements are exact, as those of `gradient_sketch` are.
+    A rollout with a vector or advantage that is not finite is never kept. The result is float64 arithmetic in one
+    order: the same bits on the CPU and on CUDA, whatever the thread count.
 
     Args:
-        vectors: [N, width] float32, for example from `gradient_sketch`; on the CPU like all inputs.
+        vectors: [N, width] float32, for example from `gradient_sketch`; on the CPU or on CUDA like all inputs.
         advantages: [N] float32.
         cu_group_sizes: [G + 1] int64, offsets of the groups.
         rule: one of `CHOICES`.
@@ -53,7 +53,8 @@ def choose_rollouts(
         seed: >= 0, for `random`.
 
     Raises:
-        ValueError: unknown rule, numbers out of range, tensors that do not fit or are not on the CPU.
+        ValueError: unknown rule, numbers out of range, tensors that do not fit or are not on one device; on the CPU
+            also offsets that do not cut the rollouts into groups.
 
     Source: maxmin: Gonzalez 1985; dpp: Chen et al., arXiv 1709.05135; match: Lawson and Hanson 1974, chapter 23;
         top_advantage: CPPO, arXiv 2503.22342.
@@ -78,12 +79,13 @@ def group_fidelity(vectors: Tensor, advantages: Tensor, weights: Tensor, cu_grou
         weights: [N] float32, 0 for a rollout that was not kept; the others as in `choose_rollouts`.
 
     Raises:
-        ValueError: tensors that do not fit or are not on the CPU.
+        ValueError: tensors that do not fit or are not on one device; offsets as in `choose_rollouts`.
     """
     _check_tensors(vectors, advantages, cu_group_sizes)
     check(
-        weights.shape == advantages.shape and weights.dtype == torch.float32 and weights.device.type == "cpu",
-        f"weights must be float32, one per rollout ({advantages.shape[0]}), not {list(weights.shape)} {weights.dtype}",
+        weights.shape == advantages.shape and weights.dtype == torch.float32 and weights.device == vectors.device,
+        f"weights must be float32, one per rollout ({advantages.shape[0]}), on the device of vectors, "
+        f"not {list(weights.shape)} {weights.dtype} {weights.device}",
     )
     return torch.ops.fastrl_fast.choose_rollouts(vectors, advantages, cu_group_sizes, len(CHOICES), 0, 0, weights)[2]
 
@@ -95,9 +97,9 @@ def _check_tensors(vectors: Tensor, advantages: Tensor, cu_group_sizes: Tensor) 
         ("cu_group_sizes", cu_group_sizes, 1, torch.int64),
     ):
         check(
-            tensor.ndim == ndim and tensor.dtype == dtype and tensor.device.type == "cpu",
-            f"{name} must have {ndim} dimension(s), {dtype}, on the CPU, not {list(tensor.shape)} {tensor.dtype} "
-            f"{tensor.device}",
+            tensor.ndim == ndim and tensor.dtype == dtype and tensor.device == vectors.device,
+            f"{name} must have {ndim} dimension(s), {dtype}, on the device of vectors, "
+            f"not {list(tensor.shape)} {tensor.dtype} {tensor.device}",
         )
     rollouts = vectors.shape[0]
     check(
@@ -114,19 +116,28 @@ def _fake(
     return torch.empty_like(advantages), order, advantages.new_empty(cu.shape[0] - 1, dtype=torch.float64)
 
 
-def _cpu(
+def _forward(
     vectors: Tensor, advantages: Tensor, cu: Tensor, rule: int, k: int, seed: int, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     vectors, advantages, cu = vectors.detach().contiguous(), advantages.detach().contiguous(), cu.contiguous()
     out, order, fidelity = _fake(vectors, advantages, cu, rule, k, seed, weights)
     if weights is not None:
         out.copy_(weights)
-    kernels.choose_rollouts_cpu(
-        vectors.data_ptr(), advantages.data_ptr(), advantages.shape[0], cu.data_ptr(), fidelity.shape[0],
-        vectors.shape[1], rule, k, seed, out.data_ptr(), order.data_ptr(), fidelity.data_ptr(),
-        torch.get_num_threads(),
+    (rollouts, width), groups = vectors.shape, fidelity.shape[0]
+    k = min(k, rollouts)
+    arguments = (
+        vectors.data_ptr(), advantages.data_ptr(), rollouts, cu.data_ptr(), groups, width, rule, k, seed,
+        out.data_ptr(), order.data_ptr(), fidelity.data_ptr(),
     )  # fmt: skip
+    if vectors.is_cuda:
+        size = kernels.choose_rollouts_workspace(rule, rollouts, groups, width, k)
+        workspace = vectors.new_empty(size, dtype=torch.float64)
+        with cuda_stream(vectors) as stream:
+            kernels.choose_rollouts_cuda(*arguments, workspace.data_ptr(), stream)
+    else:
+        kernels.choose_rollouts_cpu(*arguments, torch.get_num_threads())
     return out, order, fidelity
 
 
-library.impl("choose_rollouts", _cpu, "CPU")
+for _device in ("CPU", "CUDA"):
+    library.impl("choose_rollouts", _forward, _device)

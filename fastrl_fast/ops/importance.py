@@ -53,7 +53,7 @@ def importance_weights(
         cu_targets: [S + 1] int64, offsets of the sequences into them; read for kinds of sequences.
         importance: a kind other than none.
 
-    Source: TIS, fengyao.notion.site/off-policy-rl; IcePop's mask, arXiv 2510.18855; algorithms.md 3.14.
+    Source: TIS, fengyao.notion.site/off-policy-rl; IcePop's mask; algorithms.md 3.14.
     """
     logprobs = logprobs.detach()
     if importance.of_sequences:

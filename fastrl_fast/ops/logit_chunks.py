@@ -146,9 +146,8 @@ def _add_gradients(chunk: _Chunk, head: Head, grads: Grads, live: Tensor | None,
 def _walk_twice(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple[bool, bool, bool]) -> Walk:
     """The same with logits that are made again for the gradient, in the memory of a slab."""
     row_max, log_sum, logprobs, entropy = logit_slabs.finish(logit_slabs.forward(hidden, targets, head))
-    g = loss.slope(logprobs, slice(0, hidden.shape[0]))
-    grads = Grads(row_max=row_max, log_sum=log_sum, entropy=entropy, logprobs=g, upstream_entropy=torch.zeros_like(g))
-    live = torch.nonzero(g)[:, 0]
+    grads = _grads(row_max, log_sum, entropy, loss.slope(logprobs, slice(0, hidden.shape[0])))
+    live = torch.nonzero(grads.logprobs)[:, 0]
     grad_live, grad_weight, grad_bias = logit_slabs.backward(hidden[live], targets[live], head, grads[live], needs)
     grad_rows = None
     if grad_live is not None:

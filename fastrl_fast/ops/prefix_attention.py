@@ -1,5 +1,7 @@
 """Attention over a row in which several completions follow one prompt that is there once."""
 
+import functools
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops.attention_calls import Blocks, Borders, Call, Scores, Varlen, takes_borders
+from fastrl_fast.ops.attention_calls import Blocks, Borders, Call, Scores
+from fastrl_fast.ops.varlen_attention import varlen_kernel
 
 SHORT = 64
 """Equal pieces of at most this many tokens share a call: gathering them costs less than a call for each."""
@@ -112,9 +115,11 @@ def prefix_attention(
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, scores: Scores) -> Tensor:
-        borders = takes_borders(q, scores)
-        ctx.kernel = (Varlen if borders else Blocks)(q, k, scores)
-        ctx.calls = plan.varlen if borders else plan.blocks
+        varlen = varlen_kernel(q, scores)
+        if q.is_cuda and varlen is None:
+            _warn_of_products(f"{q.dtype}, heads of {q.shape[2]}{', capped scores' if scores.softcap else ''}")
+        ctx.kernel = varlen or Blocks(q, k, scores)
+        ctx.calls = plan.varlen if varlen else plan.blocks
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         for call in ctx.calls:
@@ -138,6 +143,11 @@ class _PrefixAttention(torch.autograd.Function):
                 else:
                     total[rows] += part
         return *grads, None, None
+
+
+@functools.cache
+def _warn_of_products(what: str) -> None:
+    warnings.warn(f"no FlashAttention for {what}: shared prompts go through matrix products, slowly", stacklevel=2)
 
 
 def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:

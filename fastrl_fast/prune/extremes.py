@@ -1,8 +1,9 @@
 """Rules that keep what stands out."""
 
+from dataclasses import dataclass
 from itertools import accumulate
 
-from ..drop_reasons import ALIKE, SMALL
+from ..drop_reasons import ALIKE, FREE, SMALL
 from ..method_config import PruneConfig
 from ..types import Group
 from .rule import Dice, keep_only, members, share
@@ -11,11 +12,41 @@ from .rule import Dice, keep_only, members, share
 def largest_advantages(groups: list[Group], config: PruneConfig, dice: Dice) -> None:
     """Keep the floor(keep_fraction x n) largest |A| of each group, at least one, the earliest on ties.
 
-    CPPO (arXiv 2503.22342) per prompt, as FastRL's baseline has it; CPPO's own code cuts over the whole batch.
+    CPPO (arXiv 2503.22342) per prompt, as FastRL's baseline has it; CPPO's own code is `cut_step`.
     """
     for group in groups:
         own = sorted(members(group), key=lambda i: -abs(group.rollouts[i].advantage))
         keep_only(group, own[: max(1, share(len(own), config.keep_fraction))], SMALL)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """One graded rollout of the step: -|A| first, so that sorting puts the largest first and the earliest on ties."""
+
+    minus_size: float
+    group: int
+    index: int
+
+
+def sizes(groups: list[Group]) -> list[Size]:
+    """What `cut_step` needs to know of a rank's groups, those of zero advantage included."""
+    return [
+        Size(-abs(rollout.advantage), group.number, index)
+        for group in groups
+        for index, rollout in enumerate(group.rollouts)
+        if rollout.kept or rollout.drop_reason == FREE
+    ]
+
+
+def cut_step(groups: list[Group], everywhere: list[Size], *, keep_fraction: float) -> None:
+    """Keep the floor(keep_fraction x N) largest |A| of the step's N graded rollouts, at least one (CPPO's own code,
+    arXiv 2503.22342: one cut over the whole batch). `everywhere` are the sizes of all ranks."""
+    chosen = sorted(everywhere)[: max(1, share(len(everywhere), keep_fraction))]
+    places = {(size.group, size.index) for size in chosen}
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            if (rollout.kept or rollout.drop_reason == FREE) and (group.number, index) not in places:
+                rollout.drop_reason = SMALL
 
 
 def largest_variance(groups: list[Group], config: PruneConfig, dice: Dice) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "format_reward",
     "math_reward",
     "number_reward",
+    "overlong_penalty",
     "reasoning_gym_reward",
     "total",
 ]
@@ -58,6 +59,11 @@ def total(terms: Sequence[Term], values: Mapping[str, float | None]) -> float:
         value = values[term.name]
         reward += nan if value is None else term.weight * value
     return reward
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
+    """0 up to `limit` - `buffer` tokens, falling from there to -1 at `limit` (DAPO, arXiv 2503.14476)."""
+    return -max(0, length - (limit - buffer)) / buffer if buffer else 0.0
 
 
 class Handle:

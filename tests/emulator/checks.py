@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from choices import check_choose_rollouts, mix_bits
 from library import POLICY_STATS, Array, Library, PolicySettings
 
 INFINITY = np.float64(np.inf)
@@ -271,14 +272,6 @@ def sketch_case(lengths: list[int], seed: int) -> tuple[Array, Array, Array]:
     return tokens, logprobs, offsets(lengths)
 
 
-def mix_bits(x: int) -> int:
-    """The finaliser of splitmix64."""
-    x = (x + 0x9E3779B97F4A7C15) % 2**64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-    return x ^ (x >> 31)
-
-
 def check_gradient_sketch(library: Library) -> None:
     for width, lengths in itertools.product((2, 64, 1024), ([], [0, 1], [3, 700, 0, 256])):
         tokens, logprobs, cu = sketch_case(lengths, width)
@@ -365,6 +358,7 @@ def check_selection(library: Library) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Library], None]]] = {
+    "choose_rollouts": [check_choose_rollouts],
     "group_advantage": [check_group_advantage],
     "packed_logprobs": [check_logit_fold, check_logit_fold_faults, check_logit_grad],
     "gradient_sketch": [check_gradient_sketch],

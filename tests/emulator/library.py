@@ -36,6 +36,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         self._library.select_diverse_workspace.restype = ctypes.c_int64
+        self._library.choose_rollouts_workspace.restype = ctypes.c_int64
 
     def configure(self, *, seed: int, resident: int = 1) -> None:
         """Run threads and blocks in order (seed 0) or in an order drawn from the seed; `resident` blocks interleave."""
@@ -77,6 +78,33 @@ class Library:
         arguments = (tokens, logprobs, len(tokens), cu_seqlens, len(sketch), width, seed, sketch)
         self.call("gradient_sketch_cuda", *arguments)
         return sketch
+
+    def choose_rollouts_workspace(self, rule: int, rollouts: int, groups: int, width: int, k: int) -> int:
+        sizes = (ctypes.c_int64(size) for size in (rollouts, groups, width, k))
+        return self._library.choose_rollouts_workspace(rule, *sizes)
+
+    def choose_rollouts(
+        self,
+        vectors: Array,
+        advantages: Array,
+        cu: Array,
+        *,
+        rule: int,
+        k: int,
+        seed: int,
+        weights: Array | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """Return weights, order and fidelity; rule as the number of its enum, `weights` for the rule `given`."""
+        (rollouts, width), groups = vectors.shape, len(cu) - 1
+        weights = np.full(rollouts, np.nan, np.float32) if weights is None else weights.copy()
+        order, fidelity = np.full(rollouts, -7, np.int64), np.full(groups, np.nan)
+        size = self.choose_rollouts_workspace(rule, rollouts, groups, width, k)
+        workspace = np.full(size, np.nan)  # what an allocator would leave
+        self.call(
+            "choose_rollouts_cuda", vectors, advantages, rollouts, cu, groups, width, ctypes.c_int(rule), k, seed,
+            weights, order, fidelity, workspace,
+        )  # fmt: skip
+        return weights, order, fidelity
 
     def policy_loss(self, tokens: Sequence[Array | None], cu: Array, settings: PolicySettings) -> tuple[Array, ...]:
         """Return loss [1], gradient [N] and statistics; tokens holds the seven arrays of PolicyLossArgs in order."""

@@ -1,5 +1,6 @@
 // The CUDA operators behind a C interface for ctypes: the parameters of the functions in csrc/bindings.cpp, less the
 // stream.
+#include "kernels/choose_rollouts.h"
 #include "kernels/gradient_sketch.h"
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
@@ -32,6 +33,18 @@ int logit_grad_cuda(float* logits, int64_t rows, int64_t cols, int64_t stride, i
 int gradient_sketch_cuda(const int64_t* token_ids, const float* logprobs, int64_t, const int64_t* cu_seqlens,
                          int64_t rollouts, int64_t width, int64_t seed, float* sketch) {
   return cuda::gradient_sketch({token_ids, logprobs, cu_seqlens, rollouts, width, seed, sketch}, nullptr);
+}
+
+int64_t choose_rollouts_workspace(int rule, int64_t rollouts, int64_t groups, int64_t width, int64_t k) {
+  return cuda::choose_rollouts_workspace(static_cast<ChooseRule>(rule), rollouts, groups, width, k);
+}
+
+int choose_rollouts_cuda(const float* vectors, const float* advantages, int64_t rollouts, const int64_t* cu,
+                         int64_t groups, int64_t width, int rule, int64_t k, int64_t seed, float* weights,
+                         int64_t* order, double* fidelity, double* workspace) {
+  const ChooseRolloutsArgs args{vectors, advantages, cu,      groups, width,   static_cast<ChooseRule>(rule),
+                                k,       seed,       weights, order,  fidelity};
+  return cuda::choose_rollouts(args, rollouts, workspace, nullptr);
 }
 
 int policy_loss_cuda(bool is_double, int64_t, const void* logprobs, const void* old, const void* ref,

@@ -28,7 +28,7 @@ from fastrl_fast.config import (
 )
 from fastrl_fast.model import full_weights
 from fastrl_fast.train import build_parts, load_inputs
-from fastrl_fast.trainer import Trainer
+from fastrl_fast.trainer import Parts, Trainer
 
 
 def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
@@ -51,6 +51,13 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
         ),
         "kl_and_two_updates": change(
             plain, loss=LossConfig(kind="gspo_token", kl_coef=0.1), updates=UpdatesConfig(minibatches=2)
+        ),
+        # The head is a unit of its own, and later updates need the ratios of whole sequences.
+        "untied_gspo": change(
+            plain,
+            model=ModelConfig(path=f"{model}_untied"),
+            loss=LossConfig(kind="gspo", kl_coef=0.1),
+            updates=UpdatesConfig(minibatches=2, epochs=2, tokens_per_microbatch=64),
         ),
         # Only the first prompt's group is alive, so every other rank's own rollouts are all gone.
         "dead_elsewhere": change(plain, reward=RewardConfig(functions={f"{reward}:first_prompt": 1.0}, workers=1)),
@@ -83,6 +90,8 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
             prune=PruneConfig(method="mdap", tau=1.0, align=4),
             updates=UpdatesConfig(rollouts_per_update=4),
         ),
+        "cut_over_the_step": change(plain, prune=PruneConfig(method="cppo_batch", keep_fraction=0.3)),
+        "matched": change(plain, prune=PruneConfig(method="maxmin", similarity="gradient", weighting="match")),
         # All prompts but one are mostly skipped: in some tries there are fewer prompts than ranks.
         "skipping": change(plain, budget=BudgetConfig(kind="greso", group_size=4, tries=6)),
         "bfloat16": change(plain, model=ModelConfig(path=model, dtype="bfloat16", activation_checkpointing=True)),
@@ -96,8 +105,12 @@ def run(config: Config, device: torch.device, folder: Path) -> dict[str, object]
         trainer = Trainer(config, parts, total_steps=10)
         if isinstance(parts.budget, GresoBudget):
             parts.budget.alike = {prompt.id: (9, "hard") for prompt in parts.data.first(8)[1:]}
-        metrics = trainer.step()
-        return {"metrics": metrics, "weights": {name: w.clone() for name, w in full_weights(parts.policy)}}
+        start = whole_weights(parts)
+        return {"start": start, "metrics": trainer.step(), "weights": whole_weights(parts)}
+
+
+def whole_weights(parts: Parts) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in full_weights(parts.policy)}
 
 
 def main() -> None:

@@ -5,7 +5,6 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/cpu/lanes.h"
 #include "kernels/cpu/parallel.h"
 #include "kernels/gradient_sketch.h"
 
@@ -14,41 +13,43 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-double dot(const float* a, const float* b, int64_t n) {
-  return lane_sum(n, [=](int64_t i) { return static_cast<double>(a[i]) * static_cast<double>(b[i]); });
+template <class A, class B>
+double dot(const A* a, const B* b, int64_t n) {
+  double sums[kProductSums] = {};
+  int64_t i = 0;
+  for (; i + kProductSums <= n; i += kProductSums) {
+    for (int k = 0; k < kProductSums; ++k) sums[k] += static_cast<double>(a[i + k]) * static_cast<double>(b[i + k]);
+  }
+  for (int k = 0; i < n; ++i, ++k) sums[k] += static_cast<double>(a[i]) * static_cast<double>(b[i]);
+  for (int apart = kProductSums / 2; apart > 0; apart /= 2) {
+    for (int k = 0; k < apart; ++k) sums[k] += sums[k + apart];
+  }
+  return sums[0];
 }
 
-// The members of one group: inner products of their vectors, and the choice.
+// The members of one group, and the choice among them.
 class Group {
  public:
   Group(const ChooseRolloutsArgs& args, int64_t g)
       : args_(args),
         begin_(args.cu_group_sizes[g]),
         n_(args.cu_group_sizes[g + 1] - begin_),
-        eligible_(static_cast<size_t>(n_)),
-        products_(static_cast<size_t>(n_ * n_)) {
+        squares_(static_cast<size_t>(n_)),
+        eligible_(static_cast<size_t>(n_)) {
     for (int64_t i = 0; i < n_; ++i) {
-      const float* v = vector(i);
-      eligible_[i] =
-          std::isfinite(advantage(i)) && std::all_of(v, v + args.width, [](float x) { return std::isfinite(x); });
+      squares_[i] = dot(vector(i), vector(i), args.width);  // finite only where the whole vector is
+      eligible_[i] = std::isfinite(advantage(i)) && std::isfinite(squares_[i]);
     }
-    for (int64_t i = 0; i < n_; ++i) {
-      for (int64_t j = 0; j <= i; ++j) {
-        const bool both = eligible_[i] && eligible_[j];
-        products_[i * n_ + j] = products_[j * n_ + i] = both ? dot(vector(i), vector(j), args.width) : 0.0;
-      }
-    }
+    whole_ = sum([](int64_t) { return 1.0; });
   }
 
   double run() {
     if (args_.rule == ChooseRule::given) {
-      for (int64_t i = 0; i < n_; ++i) args_.order[begin_ + i] = -1;
+      std::fill_n(args_.order + begin_, n_, -1);
       return fidelity();
     }
-    for (int64_t i = 0; i < n_; ++i) {
-      args_.weights[begin_ + i] = 0;
-      args_.order[begin_ + i] = -1;
-    }
+    std::fill_n(args_.weights + begin_, n_, 0.0f);
+    std::fill_n(args_.order + begin_, n_, -1);
     if (args_.rule == ChooseRule::match) {
       match();
     } else if (args_.rule == ChooseRule::dpp) {
@@ -64,17 +65,24 @@ class Group {
  private:
   const float* vector(int64_t i) const { return args_.vectors + (begin_ + i) * args_.width; }
   double advantage(int64_t i) const { return args_.advantages[begin_ + i]; }
-  double product(int64_t i, int64_t j) const { return products_[i * n_ + j]; }
-  double gram(int64_t i, int64_t j) const {
-    return eligible_[i] && eligible_[j] ? (advantage(i) * advantage(j)) * product(i, j) : 0.0;
-  }
+  double gram(int64_t i) const { return advantage(i) * advantage(i) * squares_[i]; }  // G_ii
   bool kept(int64_t i) const { return args_.order[begin_ + i] >= 0; }
 
   double similarity(int64_t i, int64_t j) const {
-    const double sizes = std::sqrt(product(i, i)) * std::sqrt(product(j, j)), sign = advantage(i) * advantage(j);
-    if (sizes == 0 || sign == 0) return 0;
-    const double c = std::min(1.0, std::max(-1.0, product(i, j) / sizes));
-    return sign > 0 ? c : -c;
+    return similarity_of(dot(vector(i), vector(j), args_.width), squares_[i], squares_[j], advantage(i) * advantage(j));
+  }
+
+  // sum over the eligible members of weight(i) g_i; a member of weight 0 is not read.
+  template <class Weight>
+  std::vector<double> sum(const Weight& weight) const {
+    std::vector<double> total(static_cast<size_t>(args_.width));
+    for (int64_t i = 0; i < n_; ++i) {
+      const double factor = weight(i) * advantage(i);
+      if (!eligible_[i] || factor == 0) continue;
+      const float* v = vector(i);
+      for (int64_t c = 0; c < args_.width; ++c) total[c] += factor * v[c];
+    }
+    return total;
   }
 
   void keep(int64_t i) {
@@ -82,16 +90,15 @@ class Group {
     args_.weights[begin_ + i] = 1;
   }
 
-  // The member not kept yet with the largest score; -1 where all scores are -inf.
+  // The member not kept yet with the largest score, if that is above `least`; else -1.
   template <class Score>
-  int64_t best(const Score& score) const {
+  int64_t best(double least, const Score& score) const {
     int64_t winner = -1;
-    double most = -kInfinity;
     for (int64_t i = 0; i < n_; ++i) {
       if (!eligible_[i] || kept(i)) continue;
       const double s = score(i);
-      if (s > most) {
-        most = s;
+      if (s > least) {
+        least = s;
         winner = i;
       }
     }
@@ -101,13 +108,15 @@ class Group {
   void maxmin() {
     std::vector<double> nearest(static_cast<size_t>(n_), -2.0);  // largest similarity to a kept member
     while (kept_count_ < args_.k) {
-      const int64_t i = best([&](int64_t j) {
-        if (gram(j, j) == 0) return -std::numeric_limits<double>::max();
-        return kept_count_ == 0 ? gram(j, j) : -nearest[j];
+      const int64_t i = best(-kInfinity, [&](int64_t j) {
+        if (gram(j) == 0) return -std::numeric_limits<double>::max();
+        return kept_count_ == 0 ? gram(j) : -nearest[j];
       });
       if (i < 0) return;
       keep(i);
-      for (int64_t j = 0; j < n_; ++j) nearest[j] = std::max(nearest[j], similarity(i, j));
+      for (int64_t j = 0; j < n_; ++j) {
+        if (eligible_[j] && !kept(j)) nearest[j] = std::max(nearest[j], similarity(i, j));
+      }
     }
   }
 
@@ -116,13 +125,11 @@ class Group {
     std::vector<double> left(static_cast<size_t>(n_));  // what of L_ii the kept members do not explain
     std::vector<std::vector<double>> rows;              // of the Cholesky factor, one per kept member
     double scale = 0;
-    for (int64_t i = 0; i < n_; ++i) {
-      left[i] = eligible_[i] && product(i, i) > 0 ? quality(i) * quality(i) : 0.0;
-      scale = std::max(scale, left[i]);
-    }
+    for (int64_t i = 0; i < n_; ++i) left[i] = squares_[i] > 0 ? quality(i) * quality(i) : 0.0;
     while (kept_count_ < args_.k) {
-      const int64_t i = best([&](int64_t j) { return left[j]; });
-      if (i < 0 || !(left[i] > 1e-10 * scale)) return;
+      const int64_t i = best(1e-10 * scale, [&](int64_t j) { return left[j]; });
+      if (i < 0) return;
+      if (kept_count_ == 0) scale = left[i];
       std::vector<double> row(static_cast<size_t>(n_));
       const double pivot = std::sqrt(left[i]);
       for (int64_t j = 0; j < n_; ++j) {
@@ -140,7 +147,7 @@ class Group {
   void by_key() {
     const uint64_t seed = mix_bits(static_cast<uint64_t>(args_.seed));
     while (kept_count_ < args_.k) {
-      const int64_t i = best([&](int64_t j) {
+      const int64_t i = best(-kInfinity, [&](int64_t j) {
         if (args_.rule == ChooseRule::top_advantage) return std::abs(advantage(j));
         // the upper 53 bits, which a double holds exactly
         return -static_cast<double>(mix_bits(seed + static_cast<uint64_t>(begin_ + j)) >> 11);
@@ -150,17 +157,30 @@ class Group {
     }
   }
 
+  // Row i of G, made when it is first asked for.
+  const std::vector<double>& gram_row(int64_t i) {
+    std::vector<double>& row = rows_[i];
+    if (row.empty()) {
+      row.assign(static_cast<size_t>(n_), 0.0);
+      for (int64_t j = 0; j < n_; ++j) {
+        if (eligible_[j]) row[j] = advantage(i) * advantage(j) * dot(vector(i), vector(j), args_.width);
+      }
+    }
+    return row;
+  }
+
   // Solve G_PP s = G_P . 1 by Cholesky; false where G_PP is singular to rounding.
-  bool solve(const std::vector<int64_t>& members, const std::vector<double>& target, std::vector<double>& s) const {
+  bool solve(const std::vector<int64_t>& members, const std::vector<double>& target, std::vector<double>& s) {
     const size_t m = members.size();
     std::vector<double> factor(m * m);
     for (size_t i = 0; i < m; ++i) {
+      const std::vector<double>& row = gram_row(members[i]);
       for (size_t j = 0; j <= i; ++j) {
-        double rest = gram(members[i], members[j]);
+        double rest = row[members[j]];
         for (size_t l = 0; l < j; ++l) rest -= factor[i * m + l] * factor[j * m + l];
         if (i != j) {
           factor[i * m + j] = rest / factor[j * m + j];
-        } else if (rest > 1e-10 * gram(members[i], members[i])) {
+        } else if (rest > 1e-10 * row[members[i]]) {
           factor[i * m + i] = std::sqrt(rest);
         } else {
           return false;
@@ -182,27 +202,19 @@ class Group {
   }
 
   void match() {
+    rows_.resize(static_cast<size_t>(n_));
     std::vector<double> target(static_cast<size_t>(n_)), x(static_cast<size_t>(n_));
-    double size = 0;  // |sum g|^2
-    for (int64_t i = 0; i < n_; ++i) {
-      for (int64_t j = 0; j < n_; ++j) target[i] += gram(i, j);
-      size += target[i];
-    }
+    for (int64_t i = 0; i < n_; ++i) target[i] = advantage(i) * dot(vector(i), whole_.data(), args_.width);
+    const double least = 1e-9 * std::sqrt(dot(whole_.data(), whole_.data(), args_.width));
     std::vector<bool> refused(static_cast<size_t>(n_));  // tried since the last success, and of no use
     std::vector<int64_t> members;                        // with a positive weight, in the order they came
     for (int64_t turn = 0; turn < 3 * n_ && static_cast<int64_t>(members.size()) < args_.k; ++turn) {
-      int64_t next = -1;
-      double most = 1e-9 * std::sqrt(std::max(size, 0.0));
-      for (int64_t i = 0; i < n_; ++i) {
-        if (refused[i] || x[i] > 0 || !(gram(i, i) > 0)) continue;
+      const int64_t next = best(least, [&](int64_t i) {
+        if (refused[i] || x[i] > 0 || !(gram(i) > 0)) return -kInfinity;
         double pull = target[i];
-        for (const int64_t j : members) pull -= gram(i, j) * x[j];
-        pull /= std::sqrt(gram(i, i));
-        if (pull > most) {
-          most = pull;
-          next = i;
-        }
-      }
+        for (const int64_t j : members) pull -= gram_row(j)[i] * x[j];
+        return pull / std::sqrt(gram(i));
+      });
       if (next < 0) break;
       if (!enter(next, target, members, x)) {
         refused[next] = true;
@@ -230,9 +242,9 @@ class Group {
       std::vector<int64_t> stay;
       for (size_t i = 0; i < passive.size(); ++i) {
         const int64_t m = passive[i];
-        const bool leaves = s[i] <= 0 && y[m] / (y[m] - s[i]) <= step;
-        y[m] = leaves ? 0.0 : y[m] + step * (s[i] - y[m]);
-        if (!leaves) stay.push_back(m);
+        if (s[i] <= 0 && y[m] / (y[m] - s[i]) <= step) continue;
+        y[m] += step * (s[i] - y[m]);
+        stay.push_back(m);
       }
       passive = std::move(stay);
       if (passive.empty() || !solve(passive, target, s)) return false;
@@ -244,32 +256,25 @@ class Group {
   }
 
   double fidelity() const {
-    double all = 0, part = 0, both = 0;
-    for (int64_t i = 0; i < n_; ++i) {
-      const double wi = eligible_[i] ? args_.weights[begin_ + i] : 0.0;
-      for (int64_t j = 0; j < n_; ++j) {
-        const double wj = eligible_[j] ? args_.weights[begin_ + j] : 0.0, g = gram(i, j);
-        all += g;
-        both += g * wj;
-        part += wi * g * wj;
-      }
-    }
-    // a sum that cancels to nothing leaves rounding, which is no direction
+    const auto weight = [this](int64_t i) { return static_cast<double>(args_.weights[begin_ + i]); };
+    const std::vector<double> part = sum(weight);
     double sizes = 0, weighted = 0;
     for (int64_t i = 0; i < n_; ++i) {
-      const double wi = eligible_[i] ? args_.weights[begin_ + i] : 0.0;
-      sizes += gram(i, i);
-      weighted += wi * wi * gram(i, i);
+      if (!eligible_[i]) continue;
+      sizes += gram(i);
+      weighted += weight(i) * weight(i) * gram(i);
     }
-    const bool no_sum = !(all > 1e-12 * sizes), no_part = !(part > 1e-12 * weighted);
-    if (no_sum || no_part) return no_sum && no_part ? 1 : 0;
-    return std::min(1.0, std::max(-1.0, both / (std::sqrt(all) * std::sqrt(part))));
+    const double *all = whole_.data(), *some = part.data();
+    const int64_t width = args_.width;
+    return fidelity_of(dot(all, all, width), dot(all, some, width), dot(some, some, width), sizes, weighted);
   }
 
   const ChooseRolloutsArgs& args_;
   const int64_t begin_, n_;
+  std::vector<double> squares_;  // |v_i|^2
   std::vector<char> eligible_;
-  std::vector<double> products_;  // [n, n] <v_i, v_j>
+  std::vector<double> whole_;              // [width] sum of all g_i
+  std::vector<std::vector<double>> rows_;  // of G, those that match has asked for
   int64_t kept_count_ = 0;
 };
 
