@@ -119,23 +119,29 @@ def peak_megabytes(run: Run) -> float:
     The results of the call are part of it. Freed memory is handed back to the system first, or the call would find it
     ready and look smaller. NaN where /proc does not know a high-water mark.
     """
-    gc.collect()
     try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status_kilobytes("VmRSS")
+        before = reset_peak()
         result = run()
-        peak = _status_kilobytes("VmHWM")
+        peak = memory_mb("VmHWM")
         del result
     except OSError:
         return float("nan")
-    return (peak - before) / 1024
+    return peak - before
 
 
-def _status_kilobytes(field: str) -> int:
+def reset_peak() -> float:
+    """Hand freed memory back to the system, forget the high-water mark, and return the resident megabytes."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_mb("VmRSS")
+
+
+def memory_mb(field: str) -> float:
+    """VmRSS (resident now) or VmHWM (the most since `reset_peak`) of this process, in megabytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
-            return int(line.split()[1])
+            return int(line.split()[1]) / 1024
     raise OSError(f"/proc/self/status has no {field}")
 
 

@@ -31,8 +31,18 @@ RANKS = {
         "savings",
         "cli",
     ],
-    4: ["accuracy", "collect", "grading", "interrupt", "plan", "report", "sharing_check", "trainer"],
-    5: ["train", "evaluate", "export", "console", "doctor", "demo.pretrain"],
+    4: [
+        "accuracy",
+        "collect",
+        "grading",
+        "integrations.packed_forward",
+        "interrupt",
+        "plan",
+        "report",
+        "sharing_check",
+        "trainer",
+    ],
+    5: ["train", "evaluate", "export", "console", "doctor", "demo.pretrain", "integrations"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 

@@ -1,0 +1,36 @@
+"""The least an update can cost: its multiplications at the rate of this machine's own sgemm."""
+
+import torch
+
+from fastrl_fast.memory import ModelSize
+from fastrl_fast.types import Group
+
+SGEMM = 1536
+"""Side of the square matrices whose product sets the rate."""
+SGEMM_FLOPS = 2.0 * SGEMM**3
+
+
+def sgemm() -> torch.Tensor:
+    return torch.mm(_SQUARE, _SQUARE, out=_OUT)
+
+
+_SQUARE = torch.randn(SGEMM, SGEMM, generator=torch.Generator().manual_seed(0))
+_OUT = torch.empty_like(_SQUARE)
+
+
+def update_flops(size: ModelSize, groups: list[Group], *, shared: bool) -> float:
+    """FLOPs of forward and backward over the kept rollouts: three times the forward pass.
+
+    2 per parameter of the layers' matrices and token; 4 x queries x layers per pair of positions that attend to each
+    other; 2 x vocabulary x hidden per completion token. `shared` counts the prompt of a group once.
+    """
+    tokens = pairs = targets = 0.0
+    for group in groups:
+        prompt, lengths = len(group.prompt.token_ids), [len(r.completion_ids) for r in group.rollouts if r.kept]
+        times = min(1, len(lengths)) if shared else len(lengths)
+        tokens += times * prompt + sum(lengths)
+        pairs += times * prompt**2 / 2 + sum(n * prompt + n**2 / 2 for n in lengths)
+        targets += sum(lengths)
+    matrices = size.layers * (size.layer_parameters - 2 * size.hidden)
+    forward = 2 * matrices * tokens + 4 * size.queries * size.layers * pairs + 2 * size.table * targets
+    return 3 * forward

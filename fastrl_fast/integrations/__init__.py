@@ -1,0 +1,1 @@
+"""fastrl_fast inside other people's trainers."""

@@ -1,0 +1,59 @@
+"""The arithmetic behind bench.step and bench.scaling: loads, floor, traffic, and the table of the document."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+if not (ROOT / "bench").is_dir():
+    pytest.skip("the benches are not beside these tests", allow_module_level=True)
+sys.path.append(str(ROOT))  # behind what is installed: only `bench` is taken from here
+
+from bench import scaling  # noqa: E402
+from bench.floor import update_flops  # noqa: E402
+from bench.load import make_groups, spread_lengths  # noqa: E402
+from fastrl_fast.memory import ModelSize  # noqa: E402
+
+SIZE = ModelSize(layers=2, hidden=4, intermediate=8, queries=4, keys=4, vocabulary=10, tied=True)
+
+
+def test_floor_by_hand():
+    groups = make_groups(3, [[2, 4]])
+    matrices = 2 * (4 * 4 * 4 + 3 * 4 * 8)
+    apart = 2 * matrices * 12 + 4 * 4 * 2 * (5**2 + 7**2) / 2 + 2 * 40 * 6
+    assert update_flops(SIZE, groups, shared=False) == 3 * apart
+    together = 2 * matrices * 9 + 4 * 4 * 2 * (3**2 / 2 + (2 * 3 + 2) + (4 * 3 + 8)) + 2 * 40 * 6
+    assert update_flops(SIZE, groups, shared=True) == 3 * together
+
+
+def test_floor_counts_kept_rollouts_alone():
+    groups = make_groups(3, [[2, 4, 6], [1, 1, 1]], kept=2)
+    assert [sum(r.kept for r in group.rollouts) for group in groups] == [2, 2]
+    for group in groups:
+        group.rollouts = [r for r in group.rollouts if r.kept]
+    assert update_flops(SIZE, groups, shared=True) == update_flops(SIZE, make_like(groups), shared=True)
+
+
+def make_like(groups):
+    return make_groups(3, [[len(r.completion_ids) for r in group.rollouts] for group in groups])
+
+
+def test_lengths_are_spread_from_low_to_high():
+    lengths = torch.tensor(spread_lengths(8, 8, low=8, high=256)).double()
+    assert (lengths.min(), lengths.max()) == (8, 256)
+    # Evenly spaced logarithms: half of them below the geometric mean, 45.
+    assert (lengths < 45.3).double().mean() == 0.5
+
+
+def test_traffic_by_hand():
+    """Two ranks and two micro-batches: half of P four times, less the root's twice; half once in float32."""
+    root = SIZE.table + SIZE.hidden
+    traffic = scaling.update_traffic(SIZE, ranks=2, width=2, microbatches=2)
+    assert traffic == {"gather": (4 * SIZE.parameters - 2 * root) * 2 / 2, "reduce": SIZE.parameters * 4 / 2}
+    assert scaling.update_traffic(SIZE, ranks=1, width=2, microbatches=2) == {"gather": 0, "reduce": 0}
+
+
+def test_the_document_has_the_table_of_today():
+    assert "\n".join(scaling.table()) in (ROOT / "docs" / "scaling.md").read_text()
