@@ -20,6 +20,7 @@ from .data import PromptData
 from .interrupt import Interrupt, Interrupted, InterruptibleGrader, InterruptibleSampler
 from .loss import build_objective, policy_loss, sum_names
 from .metrics import Clock, RunLog, phase
+from .microbatches import plan_microbatches
 from .model import Policy, full_weights
 from .optimizer import learning_rate
 from .prune import cut_step, measure_fidelity, offers, prune, put_back, sizes
@@ -204,7 +205,7 @@ class Trainer:
 
     def _pack(self, groups: list[packing.TrainGroup]) -> Update:
         sequences = [sequence for group in groups for sequence in group.sequences]
-        plan = packing.plan_microbatches(
+        plan = plan_microbatches(
             sequences,
             ranks=distributed.world_size(),
             tokens_per_microbatch=self.config.updates.tokens_per_microbatch,

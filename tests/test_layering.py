@@ -13,9 +13,21 @@ PACKAGE = Path(fastrl_fast.__file__).parent
 KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 
 RANKS = {
-    0: ["config", "types", "rules", "foreign_names", "method_config", "draws", "drop_reasons"],
+    0: ["config", "types", "rules", "foreign_names", "loss_config", "method_config", "draws", "drop_reasons"],
     1: ["ops"],
-    2: ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer", "plain_yaml", "rewards", "demo"],
+    2: [
+        "advantage",
+        "prune",
+        "budget",
+        "packing",
+        "microbatches",
+        "loss",
+        "memory",
+        "optimizer",
+        "plain_yaml",
+        "rewards",
+        "demo",
+    ],
     3: [
         "data",
         "builtin",
@@ -65,7 +77,7 @@ NEVER = {
 }
 """Libraries that a rank may not import, not even inside a function."""
 
-PURE = ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer"]
+PURE = ["advantage", "prune", "budget", "packing", "microbatches", "loss", "memory", "optimizer"]
 UNCLEAN = [
     "os",
     "io",

@@ -16,7 +16,6 @@ from fastrl_fast.config import (
     BudgetConfig,
     Config,
     DataConfig,
-    ImportanceConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -26,6 +25,7 @@ from fastrl_fast.config import (
     UpdatesConfig,
 )
 from fastrl_fast.loss import OBJECTIVES
+from fastrl_fast.loss_config import ImportanceConfig
 from fastrl_fast.model import full_weights
 from fastrl_fast.rewards import Grader
 from fastrl_fast.train import build_parts, load_inputs
