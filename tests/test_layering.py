@@ -53,6 +53,7 @@ RANKS = {
         "report",
         "sharing_check",
         "trainer",
+        "training_run",
     ],
     5: ["train", "evaluate", "export", "console", "doctor", "demo.pretrain", "integrations"],
 }
