@@ -34,7 +34,7 @@ BAD_GRADIENTS_IN_A_ROW = 5
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """Everything a trainer works with, built in train.py; `log` on rank 0 only."""
+    """Everything a run works with, built in train.py; `log` on rank 0 only."""
 
     policy: Policy
     shape: packing.ModelShape
@@ -109,14 +109,6 @@ class Trainer:
         except Interrupted:
             self.parts.data.load_state_dict(before)
             raise
-
-    def _warn_of_window(self) -> None:
-        tokens = self.config.data.max_prompt_tokens + self.config.rollout.max_completion_tokens
-        if self.parts.log and 0 < self.longest_shared < tokens:
-            self.parts.log.say(
-                f"updates.share_prompts: the model's sliding window of {self.longest_shared} tokens does not cover "
-                f"data.max_prompt_tokens + rollout.max_completion_tokens ({tokens}); longer rollouts get a prompt each"
-            )
 
     @phase("prune")
     def prune(self, groups: list[Group]) -> None:
@@ -257,3 +249,11 @@ class Trainer:
         local |= {f"grader/{name}": float(count) for name, count in self.parts.grader.counters.items()}
         metrics = step_report.step_metrics(step_report.add_up(local, sums), terms)
         return metrics | savings.generation_saved(metrics, collected.counts["prompts/drawn"], self.config.budget)
+
+    def _warn_of_window(self) -> None:
+        tokens = self.config.data.max_prompt_tokens + self.config.rollout.max_completion_tokens
+        if self.parts.log and 0 < self.longest_shared < tokens:
+            self.parts.log.say(
+                f"updates.share_prompts: the model's sliding window of {self.longest_shared} tokens does not cover "
+                f"data.max_prompt_tokens + rollout.max_completion_tokens ({tokens}); longer rollouts get a prompt each"
+            )
