@@ -6,11 +6,11 @@ caught, and below MEMORY in all.
 
 import random
 import re
-import resource
 import sys
 import time
 
 from fastrl_fast.rewards import exact_reward, faults, format_reward, math_reward, number_reward
+from tests.fuzz import peak_bytes
 
 SLOW, MEMORY = 5.0, 1 << 30
 WORDS = r"""
@@ -61,7 +61,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
             assert spent < SLOW, (reward, spent, gold, answer)
         assert not faults.take_count(), ("a fault of the library", gold, answer)
         count += 1
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     assert peak < MEMORY, f"{peak / 1e6:.0f} MB"
     return {"answers": count, "slowest seconds": round(slowest, 3), "peak MB": round(peak / 1e6)}
 

@@ -6,7 +6,6 @@ SLOW seconds, never more than MEMORY.
 
 import functools
 import random
-import resource
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from fastrl_fast import cli, plain_yaml
+from tests.fuzz import peak_bytes
 from tests.fuzz.answers import main
 
 SLOW, MEMORY = 20.0, 1 << 30
@@ -101,7 +101,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
             tried += 1
             slowest = max(slowest, time.monotonic() - started)
             assert slowest < SLOW, shown
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     assert peak < MEMORY, f"{peak / 1e6:.0f} MB"
     return {"tried": tried, "read": read, "slowest seconds": round(slowest, 3), "peak MB": round(peak / 1e6)}
 
