@@ -17,12 +17,14 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str
-    """A Hugging Face folder or hub id, `builtin:demo` (the shipped tiny model) or `builtin:smollm2` (needs the extra
-    `demo`)."""
+    """A Hugging Face folder or hub id, `builtin:demo` (the shipped tiny model), `builtin:smollm2` (needs the extra
+    `demo`) or `builtin:tiny_vlm` (reads images, and has learnt nothing)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward, backward and sampling; parameters and optimizer state are always kept in float32."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
+    freeze_vision: bool = False
+    """Keep the vision tower, with what maps it to the language model, as it is; of models that read images."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
 
@@ -42,6 +44,15 @@ class DataConfig:
     """Column with the question; by default the first present of prompt, problem, question."""
     answer_column: str | None = None
     """Column with the right answer; by default the first present of answer, solution, ground_truth."""
+    image_column: str | None = None
+    """Column with a row's image or images (bytes, paths or both as `datasets` writes them), which stand in the question
+    as <image>, or before it; by default the first present of images, image, where the model reads images."""
+    image_dir: str | None = None
+    """Folder of images that are given by path; by default that of data.path."""
+    min_pixels: int | None = None
+    """Smaller images are enlarged to this area; by default the model's own limit."""
+    max_pixels: int | None = None
+    """Larger images are shrunk to this area; by default the model's own limit."""
     system_prompt: str | None = None
     """System message put before every question (needs a chat template)."""
     instruction: str = ""
@@ -55,6 +66,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         positive("data", prompts_per_step=self.prompts_per_step, max_prompt_tokens=self.max_prompt_tokens)
+        areas = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        positive("data", **{name: area for name, area in areas.items() if area is not None})
+        if self.min_pixels is not None and self.max_pixels is not None:
+            rule = f"at least data.min_pixels ({self.min_pixels})"
+            require(self.max_pixels >= self.min_pixels, "data.max_pixels", rule, self.max_pixels)
 
 
 @dataclass(frozen=True, kw_only=True)

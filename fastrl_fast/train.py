@@ -21,12 +21,13 @@ from .data import PromptData
 from .grading import grading_columns
 from .interrupt import Interrupted
 from .metrics import RunLog, check_trackers
-from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
+from .model import barred_tokens, build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
 from .optimizer import build_optimizer
 from .rewards import Grader
 from .rollout import build_sampler
 from .trainer import Parts, Trainer
-from .types import Group, Prompt, Rollout
+from .types import Group, ImageReader, Prompt, Rollout
+from .vision import load_images
 
 
 def main() -> int:
@@ -51,6 +52,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     data: PromptData
     accuracy: Accuracy | None
+    images: ImageReader | None
 
 
 def train(config: Config, recipe: str, device: torch.device) -> int:
@@ -80,11 +82,12 @@ def load_inputs(config: Config, grader: Grader) -> Inputs:
     """Read data and model. Raises ValueError for whatever the user can mend."""
     path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(path, config.model)
-    data = PromptData(config.data, tokenizer, seed=config.seed)
-    accuracy = build_accuracy(config, tokenizer, grader)
+    images = load_images(path, tokenizer, config.model, config.data)
+    data = PromptData(config.data, tokenizer, seed=config.seed, images=images)
+    accuracy = build_accuracy(config, tokenizer, grader, images)
     for prompt in [*data.first(1), *(accuracy.prompts[:1] if accuracy else [])]:
         _check_columns(grader, prompt)
-    return Inputs(load_causal_lm(path, config.model), tokenizer, data, accuracy)
+    return Inputs(load_causal_lm(path, config.model), tokenizer, data, accuracy, images)
 
 
 def _check_columns(grader: Grader, prompt: Prompt) -> None:
@@ -98,7 +101,8 @@ def build_parts(
 ) -> Parts:
     """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    sampler = build_sampler(config.rollout, sampler_copy(inputs.lm, dtype=dtype, device=device), inputs.tokenizer)
+    copy, barred = sampler_copy(inputs.lm, dtype=dtype, device=device), barred_tokens(inputs.lm.config)
+    sampler = build_sampler(config.rollout, copy, inputs.tokenizer, images=inputs.images, barred=barred)
     policy = build_policy(inputs.lm, config.model, temperature=config.rollout.temperature)
     reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
     shape = policy.shape
@@ -112,6 +116,7 @@ def build_parts(
         optimizer=build_optimizer(policy.parameters(), config.optimizer),
         sampler=sampler,
         data=inputs.data,
+        images=inputs.images,
         grader=grader,
         budget=build_budget(config, prompts=len(inputs.data)),
         posterior=Posterior(config.advantage),
