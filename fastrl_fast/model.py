@@ -201,13 +201,17 @@ class Policy(nn.Module):
     def shard_units(self) -> list[nn.Module]:
         """Modules whose weights FSDP2 gathers one at a time: each layer, and the head where it has a weight of its
         own."""
-        kinds = {*(self.lm._no_split_modules or ()), *(self.decoder._no_split_modules or ())}
+        names: list[Any] = [self.lm._no_split_modules, getattr(self.decoder, "_no_split_modules", None)]
+        kinds = {name for own in names for name in own or ()}
         layers = [module for module in self.decoder.modules() if type(module).__name__ in kinds]
         return [*layers, *([] if self.tied else [self.head])]
 
     def _plan(self, batch: PackedBatch) -> Segments | PrefixPlan:
         """The attention of all layers; capped scores are known to prefix_attention alone."""
-        if batch.prefixes.shape[0] or getattr(self.lm.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        if (
+            batch.prefixes.shape[0]
+            or getattr(self.lm.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        ):
             return plan_prefixes(batch.cu_seqlens, batch.prefixes)
         return segments(batch.cu_seqlens)
 
@@ -220,7 +224,7 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
         return self.head(hidden, batch.targets, batch.row_index, self.temperature, evaluate)
 
-    def _inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
+    def _inputs(self, batch: PackedBatch) -> dict[str, Tensor | None]:
         tokens = batch.input_ids[None]
         if batch.pixel_values is not None:
             return dict(input_ids=tokens, pixel_values=batch.pixel_values, image_grid_thw=batch.image_grid_thw)
@@ -236,7 +240,7 @@ class Policy(nn.Module):
         side = vision.spatial_merge_size
         values = vision.temporal_patch_size * vision.patch_size**2 * getattr(vision, "in_channels", 3)
         seen = self.tower(torch.zeros(side**2, values, device=device), grid_thw=torch.tensor([[1, side, side]]))
-        return sum(0.0 * out.sum() for out in tree_leaves(dict(seen)) if isinstance(out, Tensor))
+        return torch.stack([0.0 * out.sum() for out in tree_leaves(dict(seen)) if isinstance(out, Tensor)]).sum()
 
 
 def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -254,8 +258,10 @@ def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
     """
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        for part in (settings, settings.get_text_config(), getattr(settings, "vision_config", None)):
-            for name, value in part.to_dict().items() if hasattr(part, "to_dict") else ():
+        parts = [settings, settings.get_text_config()]
+        parts += [settings.vision_config] if settings.model_type in KINDS else []
+        for part in parts:
+            for name, value in part.to_dict().items():
                 if isinstance(value, float) and "drop" in name:
                     setattr(part, name, 0.0)
         kind = AutoModelForImageTextToText if settings.model_type in KINDS else AutoModelForCausalLM

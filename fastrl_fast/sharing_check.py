@@ -77,7 +77,9 @@ def alone(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
             nothing = [0.0] * (b - a)
             sequences.append(packing.Sequence(tokens[start:middle], tokens[a:b], nothing, 0.0, 0.0, None, pictures))
             places.append(torch.arange(cuts[number], cuts[number + 1]))
-    return packing.pack(sequences, partial(_held_pixels, batch)).to(batch.input_ids.device), torch.cat(places).to(batch.input_ids.device)
+    return packing.pack(sequences, partial(_held_pixels, batch)).to(batch.input_ids.device), torch.cat(places).to(
+        batch.input_ids.device
+    )
 
 
 def _held_pixels(batch: PackedBatch, pictures: Sequence[Picture]) -> Tensor:

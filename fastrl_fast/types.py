@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -151,5 +151,6 @@ class PackedBatch:
     pictures: tuple[Picture, ...] = ()
 
     def to(self, device: torch.device) -> "PackedBatch":
-        moved = (getattr(self, name) for name in self.__slots__)
-        return PackedBatch(*(t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for t in moved))
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        moved = {name: t.to(device, non_blocking=True) for name, t in fields.items() if isinstance(t, Tensor)}
+        return replace(self, **moved)

@@ -1,4 +1,4 @@
-"""Images as models of the Qwen-VL family read them: any file to upright RGB, placeholders to tokens, pixels to patches."""
+"""Images as models of the Qwen-VL family read them: files to upright RGB, placeholders to tokens, pixels to patches."""
 
 import io
 import math

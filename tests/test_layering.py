@@ -15,11 +15,24 @@ KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 RANKS = {
     0: ["config", "types", "rules", "foreign_names", "method_config", "draws", "drop_reasons"],
     1: ["ops"],
-    2: ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer", "plain_yaml", "rewards", "demo"],
+    2: [
+        "advantage",
+        "prune",
+        "budget",
+        "packing",
+        "loss",
+        "memory",
+        "optimizer",
+        "plain_yaml",
+        "positions",
+        "rewards",
+        "demo",
+    ],
     3: [
         "data",
         "builtin",
         "model",
+        "vision",
         "rollout",
         "distributed",
         "checkpoint",
@@ -46,7 +59,7 @@ RANKS = {
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 
-SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics"], 4: RANKS[4]}
+SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics", "vision"], 4: RANKS[4]}
 """What modules may import at their own rank, besides their own package."""
 
 ONLY_IN = {
@@ -65,7 +78,7 @@ NEVER = {
 }
 """Libraries that a rank may not import, not even inside a function."""
 
-PURE = ["advantage", "prune", "budget", "packing", "loss", "memory", "optimizer"]
+PURE = ["advantage", "prune", "budget", "packing", "positions", "loss", "memory", "optimizer"]
 UNCLEAN = [
     "os",
     "io",

@@ -3,6 +3,7 @@ whole way from a diagram to an update, not to be right."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -53,7 +54,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    special = {f"{name}_token_id": token for name, token in vision_ids(tokenizer).items()}
+    special: dict[str, Any] = {f"{name}_token_id": token for name, token in vision_ids(tokenizer).items()}
     ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
     rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4])
     text = SIZES | ends | dict(vocab_size=len(tokenizer), max_position_embeddings=4096, tie_word_embeddings=True)
@@ -73,4 +74,5 @@ def build(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGenerat
 def vision_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     """The special tokens by the names that a model's config has for them."""
     tokens = {"vision_start": SPECIAL[1], "vision_end": SPECIAL[2], "image": SPECIAL[3], "video": SPECIAL[4]}
-    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    vocabulary = tokenizer.get_vocab()
+    return {name: vocabulary[token] for name, token in tokens.items()}

@@ -215,6 +215,6 @@ def _row_ids(rows: list[Row]) -> list[str]:
     return ids
 
 
-def _stable(value: object) -> str:
+def _stable(value: Any) -> str:
     """A text for what json has no word for; the repr of a PIL image holds its address in memory."""
     return hashlib.blake2b(value.tobytes()).hexdigest() if hasattr(value, "getexif") else str(value)

@@ -26,8 +26,8 @@ _CUDA_CHECK_PERIOD = 8
 class DecodeBatch:
     """What to decode together: P prompts, R rows.
 
-    pictures: the images of each prompt; source [R] int64 ascending: the prompt of each row; draws [R, steps] float64; limits [R] int64 >= 1: most tokens of
-    each row, at most `steps`.
+    pictures: the images of each prompt; source [R] int64 ascending: the prompt of each row; draws [R, steps] float64;
+    limits [R] int64 >= 1: most tokens of each row, at most `steps`.
     """
 
     prompts: list[list[int]]
