@@ -29,8 +29,9 @@ class PromptData:
 
     A row's question becomes `token_ids`, its answer the text `columns["answer"]`, the rest `columns` as they are.
     Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`. The order of an epoch is a
-    function of (seed, epoch). `images` is the model's reader, without which no row may have an image. `section` names the settings in messages: "data" or "eval". Raises ValueError for what is
-    wrong with the data, naming the row and the column.
+    function of (seed, epoch). `section` names the settings in messages: "data" or "eval". `images` is the model's
+    reader, without which no row may have an image. Raises ValueError for what is wrong with the data, naming the row
+    and the column.
     """
 
     def __init__(

@@ -49,7 +49,8 @@ def items(text: str) -> Items | None:
 
 
 def named(text: str) -> tuple[str, str]:
-    r"""Part `x = 5`, `f(x) = 2x`, `AB = 5` or `m\angle A = 5` into name and value; the name is empty where the answer is no such thing."""
+    r"""Part `x = 5`, `f(x) = 2x`, `AB = 5` or `m\angle A = 5` into name and value; the name is empty where it is
+    no such thing."""
     found = _NAMED.fullmatch(text)
     if not found or _EQUALS.search(found[2]):
         return "", text
