@@ -49,8 +49,9 @@ def ratios(pairs: list[tuple[Run, Run]], measure: Callable[[Run], float], over: 
 
 def accuracy_table(runs: list[Run]) -> str:
     """Accuracy, its difference to plain, and what the training cost relative to plain."""
-    head = ["run", "seeds", "avg@8", "pass@8", "avg@8 - plain", "pass@8 - plain", "rollouts", "kept", "fidelity"]
-    head += ["training FLOPs ÷", "÷ of all rollouts", "all FLOPs ÷", "score + update time ÷"]
+    head = ["run", "steps", "seeds", "avg@8", "pass@8", "avg@8 - plain", "pass@8 - plain"]
+    head += ["rollouts", "kept", "fidelity", "training FLOPs ÷", "training FLOPs ÷ of all rollouts"]
+    head += ["all FLOPs ÷", "all FLOPs ÷ of all rollouts", "score + update time ÷"]
     rows = []
     for (objective, method), mine in by_method(runs).items():
         pairs = paired(runs, objective, method)
@@ -58,6 +59,7 @@ def accuracy_table(runs: list[Run]) -> str:
         rows.append(
             [
                 f"{objective} {method}",
+                ", ".join(map(str, sorted({run.steps for run in mine}))),
                 str(len(mine)),
                 interval([run.avg for run in mine]),
                 interval([run.passed for run in mine]),
@@ -69,6 +71,7 @@ def accuracy_table(runs: list[Run]) -> str:
                 interval(ratios(pairs, lambda run: run.training, lambda run: run.training), 2),
                 interval(ratios(pairs, lambda run: run.training, lambda run: run.whole), 2),
                 interval(ratios(pairs, lambda run: run.flops, lambda run: run.flops), 2),
+                interval(ratios(pairs, lambda run: run.flops, lambda run: run.whole_with_generation), 2),
                 interval(ratios(pairs, lambda run: run.training_seconds, lambda run: run.training_seconds), 2),
             ]
         )

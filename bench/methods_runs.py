@@ -70,6 +70,10 @@ class Run:
     def flops(self) -> float:
         return self.training + self.totals["flops/generation"]
 
+    @property
+    def whole_with_generation(self) -> float:
+        return self.whole + self.totals["flops/generation"]
+
     def seconds(self, clock: str) -> float:
         return self.totals.get(f"seconds/{clock}", 0.0)
 

@@ -13,8 +13,9 @@ import timing
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fastrl_fast.microbatches import plan_microbatches
 from fastrl_fast.model import Policy
-from fastrl_fast.packing import Sequence, pack, plan_microbatches
+from fastrl_fast.packing import Sequence, pack
 
 TOKENS_PER_MICROBATCH = 16384
 

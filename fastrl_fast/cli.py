@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import jsonargparse
 import yaml
 
-from . import plain_yaml
 from .config import Config
 from .foreign_names import translate
 
@@ -181,11 +180,6 @@ def _rule(kind: Any) -> str:
     if origin is dict:
         return f"a mapping of names, each to {_rule(args[1])}"
     return {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}[kind]
-
-
-def to_yaml(config: Config) -> str:
-    """The resolved config as YAML that `--config` reads again."""
-    return plain_yaml.dump(to_dict(config))
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .method_config import AdvantageConfig, BudgetConfig, ImportanceConfig, PruneConfig, check_method
+from .data_config import DataConfig
+from .loss_config import LossConfig
+from .method_config import AdvantageConfig, BudgetConfig, PruneConfig, check_method
 from .rules import not_negative, positive, require
 
-LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -27,50 +27,6 @@ class ModelConfig:
     """Keep the vision tower, with what maps it to the language model, as it is; of models that read images."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The prompts to train on and how a row becomes a prompt."""
-
-    path: str
-    """A .jsonl, .json, .csv or .parquet file, a `datasets` folder or hub id, `demo:train` or
-    `reasoning_gym:TASK?key=value`."""
-    split: str = "train"
-    """Split to load from a hub id or a folder with several splits."""
-    prompts_per_step: int = 16
-    """Prompts sampled in one step, over all ranks."""
-    prompt_column: str | None = None
-    """Column with the question; by default the first present of prompt, problem, question."""
-    answer_column: str | None = None
-    """Column with the right answer; by default the first present of answer, solution, ground_truth."""
-    image_column: str | None = None
-    """Column with a row's image or images (bytes, paths or both as `datasets` writes them), which stand in the question
-    as <image>, or before it; by default the first present of images, image, where the model reads images."""
-    image_dir: str | None = None
-    """Folder of images that are given by path; by default that of data.path."""
-    min_pixels: int | None = None
-    """Smaller images are enlarged to this area; by default the model's own limit."""
-    max_pixels: int | None = None
-    """Larger images are shrunk to this area; by default the model's own limit."""
-    system_prompt: str | None = None
-    """System message put before every question (needs a chat template)."""
-    instruction: str = ""
-    """Text put after every question, usually how to format the answer."""
-    chat_template: bool = True
-    """Apply the tokenizer's chat template; off: the question is the prompt, as it is."""
-    max_prompt_tokens: int = 2048
-    """Prompts longer than this are dropped and counted."""
-    shuffle: bool = True
-    """Visit the prompts in a new order each epoch (a function of the seed and the epoch)."""
-
-    def __post_init__(self) -> None:
-        positive("data", prompts_per_step=self.prompts_per_step, max_prompt_tokens=self.max_prompt_tokens)
-        areas = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        positive("data", **{name: area for name, area in areas.items() if area is not None})
-        if self.min_pixels is not None and self.max_pixels is not None:
-            rule = f"at least data.min_pixels ({self.min_pixels})"
-            require(self.max_pixels >= self.min_pixels, "data.max_pixels", rule, self.max_pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,37 +105,6 @@ class RewardConfig:
     @property
     def terms(self) -> list[RewardTerm]:
         return [RewardTerm(name=name, weight=weight) for name, weight in self.functions.items()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """The policy objective."""
-
-    kind: LossKind = "grpo"
-    """Row of settings: grpo, dapo, dr_grpo, gspo, gspo_token, cispo. The fields below override the row where given."""
-    clip_low: float | None = None
-    """Ratios are clipped below at 1 - clip_low; by default the kind's own."""
-    clip_high: float | None = None
-    """Ratios are clipped above at 1 + clip_high; by default the kind's own."""
-    dual_clip: float | None = None
-    """Bound on the loss of negative advantages, in units of the advantage (verl's clip_ratio_c); by default none."""
-    aggregation: Aggregation | None = None
-    """How token losses are summed over a step; by default the kind's own."""
-    kl_coef: float = 0.0
-    """Weight of the KL penalty against the frozen starting model; 0 = no reference model at all."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL: k1 = log ratio, k2 = half its square, k3 = low-variance (exp(-r) - 1 + r)."""
-    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
-
-    def __post_init__(self) -> None:
-        not_negative("loss", kl_coef=self.kl_coef)
-        for name in ("clip_low", "clip_high"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, f"loss.{name}", "0 or greater", value)
-        require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "greater than 1", self.dual_clip)
-        if self.kind in ("gspo", "gspo_token"):
-            rule = f"none, sequence_truncate or sequence_mask where loss.kind is {self.kind}"
-            require(not self.importance.kind.startswith("token"), "loss.importance.kind", rule, self.importance.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from .accuracy import build_accuracy, build_grader
 from .builtin import resolve_model
 from .checkpoint import load_weights
 from .config import Config
-from .model import barred_tokens, load_causal_lm, load_tokenizer, sampler_copy
+from .model import load_causal_lm, load_tokenizer, sampler_copy
 from .rollout import build_sampler
-from .vision import load_images
+from .vision import barred_tokens, load_images
 
 
 def main() -> int:

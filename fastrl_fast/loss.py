@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .config import Aggregation, LossConfig, LossKind
+from .loss_config import Aggregation, LossConfig, LossKind
 from .packing import Divisor
 from .types import PackedBatch
 

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .rules import not_negative, positive, require
+from .rules import not_negative, require
 
 AdvantagePreset = Literal["trl", "verl", "fastrl", "rloo", "dr_grpo"]
 DeadGroups = Literal["drop", "posterior_z", "posterior_centered", "posterior_const"]
 BudgetKind = Literal["fixed", "ars", "aero", "aero_ars", "knapsack", "greso", "dppo", "reinforce_ada"]
-ImportanceKind = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 PruneMethod = Literal[
     "none",
     "mdap",
@@ -181,26 +180,6 @@ class PruneConfig:
         if self.weighting == "match":
             rule = f"none or multiplicity unless prune.method is one of {', '.join(MATCHABLE)}"
             require(self.method in (*MATCHABLE, "none"), "prune.weighting", rule, self.weighting)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportanceConfig:
-    """Correction of the loss for samples of a distribution other than the policy's own (sampler and trainer never agree
-    to the last bit)."""
-
-    kind: ImportanceKind = "none"
-    """Weights exp(old logprob - rollout logprob) on the advantages: token_truncate (TIS) cuts each token's at the cap,
-    token_mask (IcePop) drops tokens outside the bounds; sequence_truncate and sequence_mask do so with the product over
-    a completion; none: no weights."""
-    cap: float = 2.0
-    """Largest weight."""
-    floor: float = 0.5
-    """Smallest weight that the masks let pass."""
-
-    def __post_init__(self) -> None:
-        positive("loss.importance", cap=self.cap)
-        rule = f"in [0, loss.importance.cap ({self.cap})]"
-        require(0 <= self.floor <= self.cap, "loss.importance.floor", rule, self.floor)
 
 
 def advantages_over(advantage: AdvantageConfig, prune: PruneConfig) -> str:

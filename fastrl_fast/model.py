@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from .config import ModelConfig
+from .head import HeadFunction, LogprobHead
 from .ops import packed_logprobs
 from .ops.packed_attention import Segments, packed_attention, segments
 from .ops.prefix_attention import PrefixPlan, plan_prefixes, prefix_attention
 from .packing import ModelShape, pack
 from .types import PackedBatch
-from .vision import KINDS, save_processor
+from .vision import KINDS, barred_tokens, save_processor
 
 # Its bars for loading weights would run into ours.
 transformers_logging.disable_progress_bar()
@@ -77,59 +78,6 @@ def _check_no_leak(config: Any) -> None:
         raise ValueError(f"model.path: layer_types must be full_attention or sliding_attention, got {sorted(kinds)}")
     if (chunk := getattr(config, "attention_chunk_size", None)) is not None:
         raise ValueError(f"model.path: attention_chunk_size must be none, got {chunk}")
-
-
-BARRED_LOGIT = -1e4
-"""Added to the logits of tokens that completions never hold: their probability is exactly 0, and so is its gradient."""
-
-
-def barred_tokens(config: Any) -> list[int]:
-    """Tokens that stand for images and videos and mark their borders: a completion that held one would speak of an
-    image that is not there. Never sampled, and of probability 0 in training."""
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    if config.model_type not in KINDS:
-        return []
-    return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
-
-
-HeadFunction = Callable[..., Any]
-"""Takes the arguments of `packed_logprobs`: it, or a loss made of it."""
-
-
-class LogprobHead(nn.Module):
-    """The LM head as a module of its own: under FSDP2 its weight is whole only inside its own forward."""
-
-    bias: Tensor | None
-
-    def __init__(
-        self, output: nn.Linear, *, softcap: float | None, logit_scale: float, barred: Sequence[int] = ()
-    ) -> None:
-        super().__init__()
-        self.weight = output.weight
-        if barred:
-            assert output.bias is None and softcap is None, "models that read images have plain heads"
-            bias = torch.zeros(len(output.weight), device=output.weight.device)
-            bias[list(barred)] = BARRED_LOGIT
-            self.register_buffer("bias", bias, persistent=False)
-        else:
-            self.bias = output.bias
-        self.softcap = softcap
-        self.logit_scale = logit_scale
-
-    def forward(
-        self, hidden: Tensor, targets: Tensor, row_index: Tensor, temperature: float, evaluate: HeadFunction
-    ) -> Any:
-        """Return what `evaluate` makes of the weight."""
-        return evaluate(
-            hidden,
-            self.weight,
-            targets,
-            row_index=row_index,
-            bias=self.bias,
-            temperature=temperature,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-        )
 
 
 class Policy(nn.Module):

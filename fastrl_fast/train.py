@@ -21,13 +21,14 @@ from .data import PromptData
 from .grading import grading_columns
 from .interrupt import Interrupted
 from .metrics import RunLog, check_trackers
-from .model import barred_tokens, build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
+from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
 from .optimizer import build_optimizer
 from .rewards import Grader
 from .rollout import build_sampler
 from .trainer import Parts, Trainer
+from .training_run import TrainingRun
 from .types import Group, ImageReader, Prompt, Rollout
-from .vision import load_images
+from .vision import barred_tokens, load_images
 
 
 def main() -> int:
@@ -64,17 +65,17 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
         folder = _open_folder(config, recipe, total_steps)
         with _run_log(folder, config, total_steps) as log:
             parts = build_parts(config, inputs, grader, device, folder=folder, log=log)
-            trainer = Trainer(config, parts, total_steps=total_steps)
-            _start(trainer)
+            training = TrainingRun(Trainer(config, parts, total_steps=total_steps))
+            _start(training)
             try:
-                trainer.run()
+                training.run()
             except Interrupted as interrupted:
                 if log:
-                    done = trainer.steps_done
+                    done = training.trainer.steps_done
                     log.say(f"ended by {interrupted} after step {done}; the same command goes on: {folder}")
                 return 128 + interrupted.number
             if log:
-                _finish(trainer, folder, log)
+                _finish(training, folder, log)
     return 0
 
 
@@ -155,9 +156,9 @@ def _run_log(folder: Path, config: Config, total_steps: int) -> Iterator[RunLog 
         log.close()
 
 
-def _start(trainer: Trainer) -> None:
+def _start(training: TrainingRun) -> None:
     """Resume where there is something to resume, and say what is about to run."""
-    resumed = trainer.resume()
+    resumed, trainer = training.resume(), training.trainer
     log = trainer.parts.log
     if log is None:
         return
@@ -173,11 +174,12 @@ def _start(trainer: Trainer) -> None:
         log.say(f"resumed after step {trainer.steps_done} of {log.folder}")
 
 
-def _finish(trainer: Trainer, folder: Path, log: RunLog) -> None:
+def _finish(training: TrainingRun, folder: Path, log: RunLog) -> None:
     """Write the summary, which marks the run as finished, and print what was learnt."""
-    before, after = trainer.accuracy_before, trainer.accuracy_after
+    before, after = training.accuracy_before, training.accuracy_after
     totals, means = savings.totals(folder / "metrics.jsonl"), savings.means(folder / "metrics.jsonl")
-    summary = {"steps": trainer.steps_done, "before": before, "after": after, "totals": totals, "means": means}
+    steps = training.trainer.steps_done
+    summary = {"steps": steps, "before": before, "after": after, "totals": totals, "means": means}
     run_folder.write_summary(folder, summary)
     for name in (name for name in before if name in after and name != "ungraded"):
         log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from . import distributed, packing, savings, step_report
 from .accuracy import Accuracy
 from .advantage import Posterior, assign_advantages
-from .alarms import Alarms
 from .budget import Budget
 from .checkpoint import Checkpointer
 from .collect import Collected, Collector, ShortStep
@@ -20,6 +19,7 @@ from .data import PromptData
 from .interrupt import Interrupt, Interrupted, InterruptibleGrader, InterruptibleSampler
 from .loss import build_objective, policy_loss, sum_names
 from .metrics import Clock, RunLog, phase
+from .microbatches import plan_microbatches
 from .model import Policy, full_weights
 from .optimizer import learning_rate
 from .prune import cut_step, measure_fidelity, offers, prune, put_back, sizes
@@ -30,13 +30,11 @@ from .types import Group, ImageReader, PackedBatch
 
 BAD_GRADIENTS_IN_A_ROW = 5
 """An update whose gradient is not finite is skipped on all ranks; after this many in a row the run stops."""
-SECONDS_TO_SETTLE = 15.0
-"""A run that ends by an error gives a save in flight so long; torchrun kills what is left 30 s after a rank failed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """Everything a trainer works with, built in train.py; `log` on rank 0 only."""
+    """Everything a run works with, built in train.py; `log` on rank 0 only."""
 
     policy: Policy
     shape: packing.ModelShape
@@ -66,7 +64,7 @@ class Update:
 
 
 class Trainer:
-    """Runs the steps of a config."""
+    """Takes the steps of a config; `interrupt` may end one before its update."""
 
     def __init__(self, config: Config, parts: Parts, *, total_steps: int) -> None:
         self.config = config
@@ -79,57 +77,10 @@ class Trainer:
         grader = cast(Grader, InterruptibleGrader(parts.grader, self.interrupt))
         self.collector = Collector(config, parts.data, self.sampler, grader, parts.budget, self.clock)
         self.steps_done = 0
-        self.saved_at = 0
-        self.unlogged: dict[str, float] | None = None
-        self.accuracy_before: dict[str, float] = {}
-        self.accuracy_after: dict[str, float] = {}
         self.bad_gradients = 0
-        self.alarms = Alarms(config)
         self.longest_shared = parts.policy.longest_shared if config.updates.share_prompts else 0
         self.sharing_check = SharingCheck(config.model.dtype)
         self._warn_of_window()
-
-    def run(self) -> None:
-        """Train from where the run stands to `total_steps`, measuring accuracy before, after and in between.
-
-        Raises Interrupted on all ranks after SIGTERM or Ctrl-C on any, with what was done saved, and ValueError where a
-        checkpoint cannot be written.
-        """
-        with self.interrupt.listening():
-            try:
-                self._run()
-                self.parts.checkpointer.wait()
-            except Interrupted:
-                if self.steps_done > self.saved_at:
-                    self.save()
-                self.parts.checkpointer.wait()
-                raise
-            finally:
-                self.parts.checkpointer.settle(SECONDS_TO_SETTLE)
-
-    def _run(self) -> None:
-        if self.steps_done == 0:
-            self.accuracy_before = self.evaluate()
-            self.clock.take()
-        while self.steps_done < self.total_steps or self.unlogged is not None:
-            if self.unlogged is None:
-                self.unlogged = self.step()
-            self._end_step(self.unlogged)
-        if not self.accuracy_after:
-            self.accuracy_after = self.evaluate()
-
-    def _end_step(self, metrics: dict[str, float]) -> None:
-        """Measure, log and save where it is due; a run that was left before that starts with it."""
-        self.accuracy_after = {}
-        if self._due(self.config.eval.every):
-            self.accuracy_after = self.evaluate()
-        self._log(metrics | {f"eval/{name}": value for name, value in self.accuracy_after.items()})
-        self.unlogged = None
-        if any(distributed.gather_lists([self.parts.checkpointer.failed])):
-            self.parts.checkpointer.wait()
-        if self._due(self.config.checkpoint.every):
-            self.save()
-        self.interrupt.check()
 
     def step(self) -> dict[str, float]:
         """Sample, grade, decide what is worth training on, update; return the step's metrics over all ranks."""
@@ -159,14 +110,6 @@ class Trainer:
         except Interrupted:
             self.parts.data.load_state_dict(before)
             raise
-
-    def _warn_of_window(self) -> None:
-        tokens = self.config.data.max_prompt_tokens + self.config.rollout.max_completion_tokens
-        if self.parts.log and 0 < self.longest_shared < tokens:
-            self.parts.log.say(
-                f"updates.share_prompts: the model's sliding window of {self.longest_shared} tokens does not cover "
-                f"data.max_prompt_tokens + rollout.max_completion_tokens ({tokens}); longer rollouts get a prompt each"
-            )
 
     @phase("prune")
     def prune(self, groups: list[Group]) -> None:
@@ -205,7 +148,7 @@ class Trainer:
 
     def _pack(self, groups: list[packing.TrainGroup]) -> Update:
         sequences = [sequence for group in groups for sequence in group.sequences]
-        plan = packing.plan_microbatches(
+        plan = plan_microbatches(
             sequences,
             ranks=distributed.world_size(),
             tokens_per_microbatch=self.config.updates.tokens_per_microbatch,
@@ -291,46 +234,6 @@ class Trainer:
     def sync_sampler(self) -> None:
         self.parts.sampler.load_weights(full_weights(self.parts.policy))
 
-    @phase("evaluate")
-    def evaluate(self) -> dict[str, float]:
-        if self.parts.accuracy is None:
-            return {}
-        accuracy = self.parts.accuracy.measure(self.sampler)
-        self.interrupt.check()
-        return accuracy
-
-    @phase("save")
-    def save(self) -> None:
-        """Start to write a checkpoint; training may go on."""
-        state: dict[str, Any] = {
-            "data": self.parts.data.state_dict(),
-            "budget": self.parts.budget.state_dict(),
-            "posterior": self.parts.posterior.state_dict(),
-            "accuracy_before": self.accuracy_before,
-            "accuracy": self.accuracy_after,
-            "unlogged": self.unlogged and self._with_seconds(self.unlogged),
-        }
-        self.parts.checkpointer.save(self.steps_done, self.parts.policy, self.parts.optimizer, state)
-        self.saved_at = self.steps_done
-
-    def resume(self) -> bool:
-        """Go on from the newest checkpoint; False where there is none."""
-        state = self.parts.checkpointer.load_newest(self.parts.policy, self.parts.optimizer)
-        if state is None:
-            return False
-        self.steps_done = self.saved_at = state["step"]
-        self.parts.data.load_state_dict(state["data"])
-        self.parts.budget.load_state_dict(state["budget"])
-        self.parts.posterior.load_state_dict(state["posterior"])
-        self.accuracy_before, self.accuracy_after = state["accuracy_before"], state["accuracy"]
-        self.unlogged = state["unlogged"]
-        self.sync_sampler()
-        self.clock.take()
-        return True
-
-    def _due(self, every: int) -> bool:
-        return self.steps_done == self.total_steps or (every > 0 and self.steps_done % every == 0)
-
     def _report(self, collected: Collected, updates: list[Update], sums: dict[str, Tensor]) -> dict[str, float]:
         terms, groups = self.config.reward.terms, [*collected.groups, *collected.left_out]
         if self.config.log.rollouts:
@@ -349,12 +252,10 @@ class Trainer:
         metrics = step_report.step_metrics(step_report.add_up(local, sums), terms)
         return metrics | savings.generation_saved(metrics, collected.counts["prompts/drawn"], self.config.budget)
 
-    def _log(self, metrics: dict[str, float]) -> None:
-        metrics = self._with_seconds(metrics)
-        if self.parts.log:
-            metrics |= self.alarms.check(metrics, self.parts.log.alarm)
-            self.parts.log.step(self.steps_done, metrics | savings.seconds_saved(metrics, metrics))
-
-    def _with_seconds(self, metrics: dict[str, float]) -> dict[str, float]:
-        """With the seconds of each phase since the last time; those that a resumed run finds there already stay."""
-        return {f"seconds/{name}": value for name, value in self.clock.take().items()} | metrics
+    def _warn_of_window(self) -> None:
+        tokens = self.config.data.max_prompt_tokens + self.config.rollout.max_completion_tokens
+        if self.parts.log and 0 < self.longest_shared < tokens:
+            self.parts.log.say(
+                f"updates.share_prompts: the model's sliding window of {self.longest_shared} tokens does not cover "
+                f"data.max_prompt_tokens + rollout.max_completion_tokens ({tokens}); longer rollouts get a prompt each"
+            )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -152,5 +152,5 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         fields = {name: getattr(self, name) for name in self.__slots__}
-        moved = {name: t.to(device, non_blocking=True) for name, t in fields.items() if isinstance(t, Tensor)}
-        return replace(self, **moved)
+        moved = {n: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for n, t in fields.items()}
+        return PackedBatch(**moved)

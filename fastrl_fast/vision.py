@@ -21,6 +21,15 @@ MOST_ELONGATED = 200
 """Images longer than this many times their width are refused, as by the models' own processors."""
 
 
+def barred_tokens(config: Any) -> list[int]:
+    """Tokens that stand for images and videos and mark their borders: a completion that held one would speak of an
+    image that is not there. Never sampled, and of probability 0 in training."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    if config.model_type not in KINDS:
+        return []
+    return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
+
+
 def load_images(
     path: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig
 ) -> ImageReader | None:

@@ -10,6 +10,7 @@ from fastrl_fast.alarms import ALARMS, Alarms
 from fastrl_fast.config import BudgetConfig, Config, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from fastrl_fast.metrics import RunLog
 from fastrl_fast.trainer import Trainer
+from fastrl_fast.training_run import TrainingRun
 
 PLAIN = Config(
     model=ModelConfig(path="builtin:demo"),
@@ -117,7 +118,7 @@ def test_a_run_tells_its_console_and_its_metrics(tmp_path, capsys, process_group
     log = RunLog(tmp_path, total_steps=4, trackers=[], settings={})
     with build_grader(config.reward) as grader:
         parts = build_parts(config, load_inputs(config, grader), grader, process_group, folder=tmp_path, log=log)
-        Trainer(config, parts, total_steps=4).run()
+        TrainingRun(Trainer(config, parts, total_steps=4)).run()
     log.close()
     out = capsys.readouterr().out
     assert out.count("ALARM: 100% of the completions were cut at rollout.max_completion_tokens (3)") == 1

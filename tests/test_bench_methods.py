@@ -88,12 +88,13 @@ def test_ratios_are_means_of_each_seed_s(runs):
     row = rows(methods_report.accuracy_table(runs))["grpo fastrl"]
     spread = methods_report.half([2.0, 4.0, 6.0])
     assert row["training FLOPs ÷"] == f"4.00 ± {spread:.2f}"
-    assert row["÷ of all rollouts"] == f"8.00 ± {2 * spread:.2f}"
+    assert row["training FLOPs ÷ of all rollouts"] == f"8.00 ± {2 * spread:.2f}"
     whole = methods_report.interval([5 / 3, 5 / 2, 5 / (1 + 2 / 3)], 2)
     assert row["all FLOPs ÷"] == whole
+    assert row["all FLOPs ÷ of all rollouts"] == methods_report.interval([9 / 3, 9 / 2, 9 / (1 + 2 / 3)], 2)
     assert row["score + update time ÷"] == whole, "update and one second of score, as sampling is one TFLOP here"
     plain = rows(methods_report.accuracy_table(runs))["grpo plain"]
-    assert (plain["training FLOPs ÷"], plain["÷ of all rollouts"]) == ("1.00 ± 0.00", "2.00 ± 0.00")
+    assert (plain["training FLOPs ÷"], plain["training FLOPs ÷ of all rollouts"]) == ("1.00 ± 0.00", "2.00 ± 0.00")
     assert (row["kept"], row["rollouts"], row["fidelity"]) == ("25%", "100", "0.62")
 
 
@@ -138,7 +139,7 @@ def test_every_run_s_arguments_are_settings(setting, tmp_path):
         config, _ = cli.parse(methods.arguments(objective, method, 3, options(setting, tmp_path)), prog="train")
         assert config.loss == losses.setdefault(objective, config.loss), pair
         assert (config.seed, config.max_steps, config.eval.samples) == (3, 8, 8)
-        assert (config.prune.method == "none") == (method in ("plain", "greso"))
+        assert (config.prune.method == "none") == (method in ("plain", "greso", "every_rollout"))
 
 
 def test_sums_are_right_and_held_out(tmp_path):

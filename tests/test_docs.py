@@ -27,3 +27,15 @@ def test_the_readme_is_short_and_names_files_that_exist() -> None:
     for line in tree[1].splitlines():
         for name in line.split("  ")[0].split():
             assert list(ROOT.glob(name)), f"README names {name}, which is not there"
+
+
+def test_the_tree_in_contributing_names_every_module_of_the_package() -> None:
+    tree = re.search(r"```text\n(.+?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    assert tree is not None, "CONTRIBUTING shows the file tree"
+    package = ROOT / "fastrl_fast"
+    named = {line.split()[0] for line in tree[1].splitlines() if "  " in line}
+    named |= set(re.findall(r"\b\w+\.py\b", tree[1]))
+    for name in named:
+        assert list(ROOT.glob(name)) or list(ROOT.glob(f"*/{name}")), f"CONTRIBUTING names {name}, which is not there"
+    modules = {path.name for path in package.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert {name for name in modules if not name.startswith("__")} - named == set()

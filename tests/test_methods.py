@@ -20,6 +20,7 @@ from fastrl_fast.packing import Divisor, Sequence, pack
 from fastrl_fast.rewards import Grader
 from fastrl_fast.train import Inputs, build_parts, load_inputs
 from fastrl_fast.trainer import Trainer
+from fastrl_fast.training_run import TrainingRun
 
 METHODS = [name for name in cli.recipe_names() if "model" not in yaml.safe_load(cli.recipe_path(name).read_text())]
 """Every recipe that goes behind one with a model."""
@@ -101,12 +102,12 @@ def test_a_method_trains_and_resumes_alike(recipe: str, make, tmp_path: Path, pr
     whole = make(config, tmp_path)
     start = weights(whole)
     first = [step(whole), step(whole)]
-    whole.save()
+    TrainingRun(whole).save()
     last = [step(whole), step(whole)]
     assert sum(m["optimizer/updates"] for m in (*first, *last)) > 0
     assert any(not torch.equal(start[name], weight) for name, weight in weights(whole).items())
     resumed = make(config, tmp_path)
-    assert resumed.resume() and resumed.steps_done == 2
+    assert TrainingRun(resumed).resume() and resumed.steps_done == 2
     assert [step(resumed), step(resumed)] == last
     assert records[2:4] == records[4:6], "rollouts, rewards, advantages, weights, fates"
     assert all(torch.equal(weights(resumed)[name], weight) for name, weight in weights(whole).items())

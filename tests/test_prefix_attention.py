@@ -21,6 +21,7 @@ LAYOUTS = {
     "equal short pieces": [(3, [3, 3, 3]), (3, [3, 3])],
     "longer than short": [(SHORT + 9, [SHORT + 1, 2, SHORT + 1, SHORT]), (4, [SHORT * 2, 1])],
     "a completion without tokens": [(4, [0, 3]), (2, [1, 0])],
+    "no completion with tokens": [(4, [0, 0]), (2, [1, 3]), (3, [0, 0])],
 }
 """Of each item the prompt's length and its completions'; None is a whole sequence that shares nothing."""
 
@@ -165,6 +166,7 @@ def test_both_plans_ask_the_same_rows(layout):
     for calls in (plan.blocks, plan.varlen):
         asked = [pair for call in calls for pair in pairs(call, int(borders[-1]))]
         assert len(asked) == len(set(asked)) and set(asked) == allowed
+    assert plan.longest == max(prompt + max(completions) for prompt, completions in layout if completions)
 
 
 def pairs(call, total: int) -> list[tuple[int, int]]:

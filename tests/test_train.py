@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastrl_fast import cli, evaluate, export, train
 from fastrl_fast.checkpoint import load_weights
-from fastrl_fast.trainer import Trainer
+from fastrl_fast.training_run import TrainingRun
 
 SMALL = [
     "--data.prompts_per_step=4",
@@ -121,11 +121,11 @@ def test_the_log_is_closed_when_a_run_fails(tmp_path: Path, monkeypatch: pytest.
     """An open progress bar leaves the terminal without a cursor."""
     logs = []
 
-    def interrupted(trainer: Trainer) -> None:
-        logs.append(trainer.parts.log)
+    def interrupted(run: TrainingRun) -> None:
+        logs.append(run.parts.log)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "run", interrupted)
+    monkeypatch.setattr(TrainingRun, "run", interrupted)
     monkeypatch.setattr(sys, "argv", ["train", *SMALL, f"--run_dir={tmp_path / 'run'}"])
     with pytest.raises(KeyboardInterrupt):
         train.main()

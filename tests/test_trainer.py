@@ -16,7 +16,6 @@ from fastrl_fast.config import (
     BudgetConfig,
     Config,
     DataConfig,
-    ImportanceConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -26,10 +25,12 @@ from fastrl_fast.config import (
     UpdatesConfig,
 )
 from fastrl_fast.loss import OBJECTIVES
+from fastrl_fast.loss_config import ImportanceConfig
 from fastrl_fast.model import full_weights
 from fastrl_fast.rewards import Grader
 from fastrl_fast.train import build_parts, load_inputs
 from fastrl_fast.trainer import BAD_GRADIENTS_IN_A_ROW, Trainer
+from fastrl_fast.training_run import TrainingRun
 
 PLAIN = Config(
     model=ModelConfig(path="builtin:demo"),
@@ -233,12 +234,14 @@ def test_a_stop_between_steps_leaves_no_trace(make_trainer) -> None:
     whole = make_trainer(**settings)
     for _ in range(2):
         whole.step()
-    whole.accuracy_before = {"avg@1": 0.25}
-    whole.save()
+    run = TrainingRun(whole)
+    run.accuracy_before = {"avg@1": 0.25}
+    run.save()
     expected = [whole.step() for _ in range(2)]
     again = make_trainer(**settings)
-    assert again.resume()
-    assert again.steps_done == 2 and again.accuracy_before == {"avg@1": 0.25}
+    resumed = TrainingRun(again)
+    assert resumed.resume()
+    assert again.steps_done == 2 and resumed.accuracy_before == {"avg@1": 0.25}
     for metrics in expected:
         ours = again.step()
         assert {k: v for k, v in ours.items() if not k.startswith("seconds/")} == {
@@ -249,7 +252,7 @@ def test_a_stop_between_steps_leaves_no_trace(make_trainer) -> None:
 
 def test_resuming_from_nothing_is_a_fresh_start(make_trainer) -> None:
     trainer = make_trainer()
-    assert not trainer.resume() and trainer.steps_done == 0
+    assert not TrainingRun(trainer).resume() and trainer.steps_done == 0
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_end_a_run_that_makes_no_others(make_trainer) -> None:

@@ -11,12 +11,12 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VL
 
 from fastrl_fast.builtin import tiny_vlm
 from fastrl_fast.config import DataConfig, ModelConfig, RolloutConfig
-from fastrl_fast.model import barred_tokens, build_policy, frozen_copy, sampler_copy
+from fastrl_fast.model import build_policy, frozen_copy, sampler_copy
 from fastrl_fast.packing import Sequence, pack
 from fastrl_fast.rollout import build_sampler
 from fastrl_fast.sharing_check import SharingCheck
 from fastrl_fast.types import Prompt
-from fastrl_fast.vision import QwenImages, load_images
+from fastrl_fast.vision import QwenImages, barred_tokens, load_images
 
 SETTINGS = ModelConfig(path="none")
 TOKENIZER = tiny_vlm.byte_tokenizer()

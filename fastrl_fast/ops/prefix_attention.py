@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,16 +37,22 @@ def plan_prefixes(cu_seqlens: Tensor, prefixes: Tensor) -> PrefixPlan:
     cu_seqlens [M+1] int64: borders of the pieces (whole sequences, shared prompts, completions behind them) in T;
     prefixes [K, 3] int64: for each shared prompt where it starts, where it ends and where its last completion ends.
     """
-    borders, groups = cu_seqlens.tolist(), prefixes.tolist()
-    device = cu_seqlens.device
+    borders, device = cu_seqlens.tolist(), cu_seqlens.device
+    # A call without queries ends the process: torch's kernel for the CPU divides by their number.
+    groups = [group for group in prefixes.tolist() if group[2] > group[1]]
     pieces = [(a, b) for a, b in pairwise(borders) if b > a]
     blocks = _piece_calls(pieces, device)
     blocks += [Call(slice(middle, end), slice(start, middle), causal=False) for start, middle, end in groups]
-    longest = max(
-        (middle - start + b - a for start, middle, end in groups for a, b in pieces if middle <= a and b <= end),
-        default=0,
-    )
-    return PrefixPlan(blocks, _varlen_calls(pieces, groups, device), longest)
+    return PrefixPlan(blocks, _varlen_calls(pieces, groups, device), _longest(pieces, groups))
+
+
+def _longest(pieces: list[tuple[int, int]], groups: list[list[int]]) -> int:
+    """Tokens of the longest shared prompt with one of its completions; both lists are in order of the row."""
+    middles, longest = [middle for _, middle, _ in groups], 0
+    for a, b in pieces:
+        if (number := bisect_right(middles, a) - 1) >= 0 and b <= groups[number][2]:
+            longest = max(longest, middles[number] - groups[number][0] + b - a)
+    return longest
 
 
 def _varlen_calls(pieces: list[tuple[int, int]], groups: list[list[int]], device: torch.device) -> list[Call]:

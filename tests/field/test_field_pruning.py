@@ -8,13 +8,13 @@ import torch
 from fastrl_fast.advantage import assign_advantages
 from fastrl_fast.budget.outcome import Outcome
 from fastrl_fast.config import BudgetConfig, Config, DataConfig, ModelConfig, PruneConfig, RewardConfig
+from fastrl_fast.microbatches import plan_microbatches
 from fastrl_fast.ops import choose_rollouts
 from fastrl_fast.packing import (
     ModelShape,
     Sequence,
     divisor,
     pack,
-    plan_microbatches,
     split_minibatches,
     to_train_group,
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from fastrl_fast import cli
+from fastrl_fast import cli, plain_yaml
 from tests.fuzz.answers import main
 
 SLOW, MEMORY = 20.0, 1 << 30
@@ -96,7 +96,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
             else:
                 read += 1
                 again = Path(folder) / "again.yaml"
-                again.write_text(cli.to_yaml(config), encoding="utf-8")
+                again.write_text(plain_yaml.dump(cli.to_dict(config)), encoding="utf-8")
                 assert cli.parse(["--config", str(again)], prog="fuzz")[0] == config, shown
             tried += 1
             slowest = max(slowest, time.monotonic() - started)
