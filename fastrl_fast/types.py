@@ -152,5 +152,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         fields = {name: getattr(self, name) for name in self.__slots__}
-        moved = {n: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for n, t in fields.items()}
+        moved: dict[str, Any] = {
+            n: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for n, t in fields.items()
+        }
         return PackedBatch(**moved)
