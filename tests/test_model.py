@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
     CohereConfig,
@@ -306,12 +308,17 @@ def test_shard_units_are_the_layers_and_an_untied_head(make_lm, tied):
 SMALL = dict(vocab_size=89, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
 
 
+GPT_OSS = GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=2)
+
+
 @pytest.mark.parametrize(
     ("model", "config", "reason"),
     [
-        (GptOssForCausalLM, GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2), "sinks"),
+        (GptOssForCausalLM, GPT_OSS, "sinks"),
         (StableLmForCausalLM, StableLmConfig(**SMALL, num_key_value_heads=4), "do not pass keyword arguments"),
         (BloomForCausalLM, BloomConfig(vocab_size=89, hidden_size=32, n_layer=1, n_head=4), "built in"),
+        # Its head is more than a matrix.
+        (BertLMHeadModel, BertConfig(**SMALL, is_decoder=True), "differ from its own"),
     ],
 )
 def test_models_that_packed_attention_cannot_serve_are_refused(model, config, reason):

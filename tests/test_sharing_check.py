@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastrl_fast.model import Policy
+from fastrl_fast.model import ROUNDING, Policy
 from fastrl_fast.packing import Sequence, pack
-from fastrl_fast.sharing_check import WORST, SharingCheck, alone
+from fastrl_fast.sharing_check import SharingCheck, alone
 from fastrl_fast.types import PackedBatch
 
 
@@ -130,4 +130,4 @@ def test_what_is_right_passes_after_two_forward_passes_once(make_lm, process_gro
     check.run(policy, batches())
     check.run(policy, batches())
     assert policy.passes == 2 and check.done
-    assert set(WORST) == {"float64", "float32", "float16", "bfloat16"}
+    assert set(ROUNDING) == {"float64", "float32", "float16", "bfloat16"}
