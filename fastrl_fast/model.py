@@ -2,25 +2,34 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from .config import ModelConfig
+from .head import HeadFunction, LogprobHead
 from .ops import packed_logprobs
 from .ops.packed_attention import Segments, packed_attention, segments
 from .ops.prefix_attention import PrefixPlan, plan_prefixes, prefix_attention
 from .packing import ModelShape, Sequence, pack
 from .types import PackedBatch
+from .vision import KINDS, barred_tokens, save_processor
 
 # Its bars for loading weights would run into ours.
 transformers_logging.disable_progress_bar()
@@ -82,52 +91,24 @@ def _check_no_leak(config: Any) -> None:
         raise ValueError(f"model.path: attention_chunk_size must be none, got {chunk}")
 
 
-HeadFunction = Callable[..., Any]
-"""Takes the arguments of `packed_logprobs`: it, or a loss made of it."""
-
-
-class LogprobHead(nn.Module):
-    """The LM head as a module of its own: under FSDP2 its weight is whole only inside its own forward."""
-
-    def __init__(self, output: nn.Linear, *, softcap: float | None, logit_scale: float) -> None:
-        super().__init__()
-        self.weight = output.weight
-        self.bias = output.bias
-        self.softcap = softcap
-        self.logit_scale = logit_scale
-
-    def forward(
-        self, hidden: Tensor, targets: Tensor, row_index: Tensor, temperature: float, evaluate: HeadFunction
-    ) -> Any:
-        """Return what `evaluate` makes of the weight."""
-        return evaluate(
-            hidden,
-            self.weight,
-            targets,
-            row_index=row_index,
-            bias=self.bias,
-            temperature=temperature,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-        )
-
-
 class Policy(nn.Module):
     """A causal language model whose forward maps a packed batch to (logprobs [N], entropy [N]) of its targets, float32,
     or to what else its head is asked to evaluate."""
 
     def __init__(self, lm: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
-        config = lm.config
+        config = lm.config.get_text_config()
         _check_no_leak(config)
         output = lm.get_output_embeddings()
         head = LogprobHead(
             output,
             softcap=getattr(config, "final_logit_softcapping", None),
             logit_scale=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
+            barred=barred_tokens(lm.config),
         )
         lm.set_output_embeddings(head)
-        lm.set_attn_implementation(PACKED)
+        tower = {"vision_config": "sdpa"} if hasattr(lm.base_model, "visual") else {}
+        lm.set_attn_implementation({"": PACKED, "text_config": PACKED} | tower if tower else PACKED)
         # transformers only logs a warning where a model has its attention built in, which would look across borders.
         if config._attn_implementation != PACKED:
             raise ValueError(f"model.path: {type(lm).__name__} has its attention built in, which is not supported")
@@ -137,6 +118,11 @@ class Policy(nn.Module):
     @property
     def decoder(self) -> nn.Module:
         return self.lm.base_model
+
+    @property
+    def tower(self) -> nn.Module | None:
+        """What reads images, with what maps it to the language model."""
+        return getattr(self.decoder, "visual", None)
 
     @property
     def head(self) -> LogprobHead:
@@ -149,9 +135,10 @@ class Policy(nn.Module):
     @property
     def shape(self) -> ModelShape:
         """What the cost of a sequence depends on; call it before sharding."""
-        config = self.lm.config
+        config = self.lm.config.get_text_config()
         embedding = sum(p.numel() for p in self.lm.get_input_embeddings().parameters())
-        inner = sum(p.numel() for p in self.decoder.parameters()) - embedding
+        tower = sum(p.numel() for p in self.tower.parameters()) if self.tower is not None else 0
+        inner = sum(p.numel() for p in self.decoder.parameters()) - tower - embedding
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return ModelShape(
             parameters=inner,
@@ -163,7 +150,7 @@ class Policy(nn.Module):
     @property
     def longest_shared(self) -> float:
         """Tokens of prompt and completion up to which a prompt can be shared: a sliding window must cover both."""
-        config = self.lm.config
+        config = self.lm.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         window = getattr(config, "sliding_window", None)
         slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
@@ -173,24 +160,46 @@ class Policy(nn.Module):
     def shard_units(self) -> list[nn.Module]:
         """Modules whose weights FSDP2 gathers one at a time: each layer, and the head where it has a weight of its
         own."""
-        kinds = self.lm._no_split_modules or ()
+        names: list[Any] = [self.lm._no_split_modules, getattr(self.decoder, "_no_split_modules", None)]
+        kinds = {name for own in names for name in own or ()}
         layers = [module for module in self.decoder.modules() if type(module).__name__ in kinds]
         return [*layers, *([] if self.tied else [self.head])]
 
     def _plan(self, batch: PackedBatch) -> Segments | PrefixPlan:
         """The attention of all layers; capped scores are known to prefix_attention alone."""
-        if batch.prefixes.shape[0] or getattr(self.lm.config, "attn_logit_softcapping", None) is not None:
+        if (
+            batch.prefixes.shape[0]
+            or getattr(self.lm.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        ):
             return plan_prefixes(batch.cu_seqlens, batch.prefixes)
         return segments(batch.cu_seqlens)
 
     def forward(self, batch: PackedBatch, evaluate: HeadFunction = packed_logprobs) -> Any:
         hidden = self.decoder(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+            **self._inputs(batch),
+            position_ids=batch.position_ids[..., None, :],
             use_cache=False,
             packed_segments=self._plan(batch),
         ).last_hidden_state[0]
         return self.head(hidden, batch.targets, batch.row_index, self.temperature, evaluate)
+
+    def _inputs(self, batch: PackedBatch) -> dict[str, Tensor | None]:
+        tokens = batch.input_ids[None]
+        if batch.pixel_values is not None:
+            return dict(input_ids=tokens, pixel_values=batch.pixel_values, image_grid_thw=batch.image_grid_thw)
+        if self.tower is None:
+            return dict(input_ids=tokens)
+        # All ranks gather and reduce the tower's weights alike, also one without images, and in the same order.
+        return dict(inputs_embeds=self.lm.get_input_embeddings()(tokens) + self._nothing_seen(tokens.device))
+
+    def _nothing_seen(self, device: torch.device) -> Tensor:
+        """0, as what the tower makes of a black image of one token, with a gradient of 0 for all its weights."""
+        assert self.tower is not None, "asked for models that read images"
+        vision = self.lm.config.vision_config
+        side = vision.spatial_merge_size
+        values = vision.temporal_patch_size * vision.patch_size**2 * getattr(vision, "in_channels", 3)
+        seen = self.tower(torch.zeros(side**2, values, device=device), grid_thw=torch.tensor([[1, side, side]]))
+        return torch.stack([0.0 * out.sum() for out in tree_leaves(dict(seen)) if isinstance(out, Tensor)]).sum()
 
 
 def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -208,10 +217,14 @@ def load_causal_lm(path: str, config: ModelConfig) -> PreTrainedModel:
     """
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        for name, value in settings.to_dict().items():
-            if isinstance(value, float) and "drop" in name:
-                setattr(settings, name, 0.0)
-        return AutoModelForCausalLM.from_pretrained(
+        parts = [settings, settings.get_text_config()]
+        parts += [settings.vision_config] if settings.model_type in KINDS else []
+        for part in parts:
+            for name, value in part.to_dict().items():
+                if isinstance(value, float) and "drop" in name:
+                    setattr(part, name, 0.0)
+        kind = AutoModelForImageTextToText if settings.model_type in KINDS else AutoModelForCausalLM
+        return kind.from_pretrained(
             path,
             config=settings,
             dtype=torch.float32,
@@ -231,11 +244,12 @@ def build_policy(lm: PreTrainedModel, config: ModelConfig, *, temperature: float
 
     Raises ValueError where they cannot be replaced: a few tokens go through the model before and after to find out.
     """
-    probe = [token % lm.config.vocab_size for token in range(3, 3 + PROBE)]
+    probe = [token % lm.config.get_text_config().vocab_size for token in range(3, 3 + PROBE)]
     with torch.no_grad():
         own = lm.eval()(torch.tensor([probe], device=lm.device), use_cache=False).logits[0, :-1].double() / temperature
         policy = Policy(lm, temperature=temperature)
         ours, _ = policy(pack([Sequence(probe[:1], probe[1:], [0.0] * (PROBE - 1), 0.0, 0.0)]).to(lm.device))
+    own[:, barred_tokens(lm.config)] = -torch.inf
     wanted = own.log_softmax(-1).gather(1, torch.tensor(probe[1:], device=lm.device)[:, None])[:, 0]
     worst, allowed = float((ours - wanted).abs().max()), ROUNDING[str(lm.dtype).removeprefix("torch.")]
     # Written so that NaN fails.
@@ -246,6 +260,8 @@ def build_policy(lm: PreTrainedModel, config: ModelConfig, *, temperature: float
         )
     if config.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.freeze_vision and policy.tower is not None:
+        policy.tower.requires_grad_(False)
     return policy.train()
 
 
@@ -281,3 +297,4 @@ def save_pretrained(lm_folder: str, weights: dict[str, Tensor], out: Path, confi
     assert not missing, f"weights lack {sorted(missing)}"
     lm.save_pretrained(out)
     load_tokenizer(lm_folder, config).save_pretrained(out)
+    save_processor(lm_folder, out)

@@ -1,13 +1,17 @@
 """Kept rollouts to a packed batch: no padding, shared prompts once, and what a forward pass over them costs."""
 
-from dataclasses import dataclass
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from .positions import going_on, prompt_positions
 from .prune import UNGRADED, counted
-from .types import Group, PackedBatch, Rollout
+from .types import Group, PackedBatch, Picture, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class Sequence:
     advantage: float
     weight: float
     group: int | None = None
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -79,7 +84,8 @@ def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept", lo
     def sequence(r: Rollout) -> Sequence:
         shares = len(prompt) + len(r.completion_ids) <= longest_shared
         number = group.number if shares else None
-        return Sequence(prompt, r.completion_ids, r.rollout_logprobs, r.advantage, r.weight, number)
+        pictures = group.prompt.pictures
+        return Sequence(prompt, r.completion_ids, r.rollout_logprobs, r.advantage, r.weight, number, pictures)
 
     sequences = [sequence(r) for r in group.rollouts if r.kept]
     if divisor == "all":
@@ -132,18 +138,23 @@ def microbatch_flops(sequences: list[Sequence], shape: ModelShape) -> float:
 
 @dataclass(slots=True)
 class Row:
-    """The tokens of a micro-batch as they are laid down; `pieces` are lengths."""
+    """The tokens of a micro-batch as they are laid down; `pieces` are lengths, `positions` [3, length] each."""
 
     input_ids: list[int]
-    positions: list[int]
+    positions: list[Tensor]
     pieces: list[int]
     prefixes: list[tuple[int, int, int]]
     target_rows: list[int]
+    pictures: list[Picture]
 
-    def add(self, tokens: list[int], *, position: int = 0) -> None:
-        self.positions += range(position, position + len(tokens))
+    def add(self, tokens: list[int], *positions: Tensor) -> None:
+        self.positions += positions
         self.input_ids += tokens
         self.pieces.append(len(tokens))
+
+    def add_pictures(self, pictures: tuple[Picture, ...], start: int) -> None:
+        """Those of a prompt that begins at `start`."""
+        self.pictures += [replace(picture, start=start + picture.start) for picture in pictures]
 
     def add_targets(self, first_row: int, completion_start: int, count: int) -> None:
         """The first target is read from the prompt's last row, the others from the completion's own."""
@@ -152,38 +163,53 @@ class Row:
             self.target_rows += range(completion_start, completion_start + count - 1)
 
 
-def pack(sequences: list[Sequence]) -> PackedBatch:
+PixelReader = Callable[[abc.Sequence[Picture]], Tensor]
+"""Pictures to pixel values [patches, values of a patch]."""
+
+
+def pack(sequences: list[Sequence], read: PixelReader | None = None) -> PackedBatch:
     """Lay sequences back to back, neighbours of one group behind one prompt; an empty list gives the dummy batch that
     adds zero loss.
 
     The target of hidden row t is the token at t + 1, so the first completion token is predicted by the last prompt row,
-    which all completions of a group share.
+    which all completions of a group share. `read` gives the pixels of the prompts' images, once for
+    each prompt laid down.
     """
     sequences = sequences or [Sequence([0], [], [], 0.0, 0.0)]
-    row = Row([], [], [], [], [])
+    row = Row([], [], [], [], [], [])
     for run in shared_runs(sequences):
         prompt, start = run[0].prompt_ids, len(row.input_ids)
         assert prompt, "the first completion token needs a prompt token to be predicted from"
         middle = start + len(prompt)
+        positions = prompt_positions(len(prompt), run[0].pictures)
+        row.add_pictures(run[0].pictures, start)
         if len(run) == 1:
-            row.add(prompt + run[0].completion_ids)
-            row.add_targets(middle - 1, middle, len(run[0].completion_ids))
+            completion = run[0].completion_ids
+            row.add(prompt + completion, positions, going_on(positions, len(completion)))
+            row.add_targets(middle - 1, middle, len(completion))
             continue
-        row.add(prompt)
+        row.add(prompt, positions)
         for sequence in run:
             assert sequence.prompt_ids == prompt, "the rollouts of a group have one prompt"
             row.add_targets(middle - 1, len(row.input_ids), len(sequence.completion_ids))
-            row.add(sequence.completion_ids, position=len(prompt))
+            row.add(sequence.completion_ids, going_on(positions, len(sequence.completion_ids)))
         row.prefixes.append((start, middle, len(row.input_ids)))
-    return _to_batch(row, sequences)
+    batch = _to_batch(row, sequences)
+    if row.pictures:
+        assert read is not None, "images are read by the model's own reader"
+        batch.pictures = tuple(row.pictures)
+        batch.pixel_values = read(row.pictures)
+        batch.image_grid_thw = torch.tensor([picture.grid for picture in row.pictures])
+    return batch
 
 
 def _to_batch(row: Row, sequences: list[Sequence]) -> PackedBatch:
     for s in sequences:
         assert len(s.rollout_logprobs) == len(s.completion_ids), "every completion token has a rollout logprob"
+    positions = torch.cat(row.positions, dim=1)
     return PackedBatch(
         input_ids=torch.tensor(row.input_ids, dtype=torch.int64),
-        position_ids=torch.tensor(row.positions, dtype=torch.int64),
+        position_ids=positions if row.pictures else positions[0],
         cu_seqlens=torch.tensor([0, *row.pieces], dtype=torch.int64).cumsum(0),
         prefixes=torch.tensor(row.prefixes, dtype=torch.int64).view(-1, 3),
         targets=torch.tensor([t for s in sequences for t in s.completion_ids], dtype=torch.int64),

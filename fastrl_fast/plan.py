@@ -18,6 +18,7 @@ from .model import load_tokenizer
 from .rewards.registry import build, find
 from .tables import build_console, print_line, print_table
 from .types import Prompt
+from .vision import load_images
 
 RANKS = (1, 2, 4, 8)
 """Numbers of ranks that the memory is estimated for, besides those of the command itself."""
@@ -62,8 +63,9 @@ class Plan:
         """Raises ValueError for whatever the user can mend."""
         path = resolve_model(config.model.path)
         tokenizer = load_tokenizer(path, config.model)
-        data = PromptData(config.data, tokenizer, seed=config.seed)
-        held_out = held_out_prompts(config, tokenizer)
+        images = load_images(path, tokenizer, config.model, config.data)
+        data = PromptData(config.data, tokenizer, seed=config.seed, images=images)
+        held_out = held_out_prompts(config, tokenizer, images)
         for prompt in [*data.first(1), *held_out[:1]]:
             _check_rewards(config, prompt)
         prompts, first = data.first(len(data)), data.next_prompts(config.data.prompts_per_step)

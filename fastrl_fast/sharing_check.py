@@ -1,5 +1,8 @@
 """Proof, on the first micro-batch where it matters, that sharing prompts changes no logprob of this model."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from . import distributed, packing
 from .model import ROUNDING, Policy
-from .types import PackedBatch
+from .types import PackedBatch, Picture
 
 
 class SharingCheck:
@@ -63,6 +66,18 @@ def alone(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
         behind = [n for n, (a, b) in enumerate(completions) if middle <= a and b <= end]
         for number in (behind[0], behind[-1]):
             a, b = completions[number]
-            sequences.append(packing.Sequence(tokens[start:middle], tokens[a:b], [0.0] * (b - a), 0.0, 0.0))
+            pictures = tuple(replace(p, start=p.start - start) for p in batch.pictures if start <= p.start < middle)
+            nothing = [0.0] * (b - a)
+            sequences.append(packing.Sequence(tokens[start:middle], tokens[a:b], nothing, 0.0, 0.0, None, pictures))
             places.append(torch.arange(cuts[number], cuts[number + 1]))
-    return packing.pack(sequences).to(batch.input_ids.device), torch.cat(places).to(batch.input_ids.device)
+    return packing.pack(sequences, partial(_held_pixels, batch)).to(batch.input_ids.device), torch.cat(places).to(
+        batch.input_ids.device
+    )
+
+
+def _held_pixels(batch: PackedBatch, pictures: Sequence[Picture]) -> Tensor:
+    """Pixels that the micro-batch has read already; one file is one image, wherever it stands."""
+    assert batch.pixel_values is not None, "a row with pictures has their pixels"
+    pixels = batch.pixel_values.split([picture.patches for picture in batch.pictures])
+    held = dict(zip((picture.data for picture in batch.pictures), pixels, strict=True))
+    return torch.cat([held[picture.data] for picture in pictures])

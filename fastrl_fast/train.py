@@ -27,7 +27,8 @@ from .rewards import Grader
 from .rollout import build_sampler
 from .trainer import Parts, Trainer
 from .training_run import TrainingRun
-from .types import Group, Prompt, Rollout
+from .types import Group, ImageReader, Prompt, Rollout
+from .vision import barred_tokens, load_images
 
 
 def main() -> int:
@@ -52,6 +53,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     data: PromptData
     accuracy: Accuracy | None
+    images: ImageReader | None
 
 
 def train(config: Config, recipe: str, device: torch.device) -> int:
@@ -81,11 +83,12 @@ def load_inputs(config: Config, grader: Grader) -> Inputs:
     """Read data and model. Raises ValueError for whatever the user can mend."""
     path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(path, config.model)
-    data = PromptData(config.data, tokenizer, seed=config.seed)
-    accuracy = build_accuracy(config, tokenizer, grader)
+    images = load_images(path, tokenizer, config.model, config.data)
+    data = PromptData(config.data, tokenizer, seed=config.seed, images=images)
+    accuracy = build_accuracy(config, tokenizer, grader, images)
     for prompt in [*data.first(1), *(accuracy.prompts[:1] if accuracy else [])]:
         _check_columns(grader, prompt)
-    return Inputs(load_causal_lm(path, config.model), tokenizer, data, accuracy)
+    return Inputs(load_causal_lm(path, config.model), tokenizer, data, accuracy, images)
 
 
 def _check_columns(grader: Grader, prompt: Prompt) -> None:
@@ -99,7 +102,8 @@ def build_parts(
 ) -> Parts:
     """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    sampler = build_sampler(config.rollout, sampler_copy(inputs.lm, dtype=dtype, device=device), inputs.tokenizer)
+    copy, barred = sampler_copy(inputs.lm, dtype=dtype, device=device), barred_tokens(inputs.lm.config)
+    sampler = build_sampler(config.rollout, copy, inputs.tokenizer, images=inputs.images, barred=barred)
     policy = build_policy(inputs.lm, config.model, temperature=config.rollout.temperature)
     reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
     shape = policy.shape
@@ -113,6 +117,7 @@ def build_parts(
         optimizer=build_optimizer(policy.parameters(), config.optimizer),
         sampler=sampler,
         data=inputs.data,
+        images=inputs.images,
         grader=grader,
         budget=build_budget(config, prompts=len(inputs.data)),
         posterior=Posterior(config.advantage),

@@ -26,7 +26,7 @@ from .prune import cut_step, measure_fidelity, offers, prune, put_back, sizes
 from .rewards import Grader
 from .rollout import Sampler
 from .sharing_check import SharingCheck
-from .types import Group, PackedBatch
+from .types import Group, ImageReader, PackedBatch
 
 BAD_GRADIENTS_IN_A_ROW = 5
 """An update whose gradient is not finite is skipped on all ranks; after this many in a row the run stops."""
@@ -42,6 +42,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     sampler: Sampler
     data: PromptData
+    images: ImageReader | None = None
     grader: Grader
     budget: Budget
     posterior: Posterior
@@ -154,7 +155,8 @@ class Trainer:
             shape=self.parts.shape,
         )
         mine = [[sequences[i] for i in members] for members in plan[distributed.rank()]]
-        batches = [packing.pack(members).to(self.parts.device) for members in mine]
+        read = self.parts.images.pixel_values if self.parts.images else None
+        batches = [packing.pack(members, read).to(self.parts.device) for members in mine]
         flops = sum(packing.microbatch_flops(members, self.parts.shape) for members in mine)
         return Update(batches, packing.divisor(groups), len(sequences), flops)
 

@@ -1,11 +1,53 @@
 """The data that flows through one step: prompts, their rollouts, and the packed batches made of them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Picture:
+    """One image of a prompt, as the file that it came in: decoding it again costs milliseconds, its pixels a hundred
+    times the memory.
+
+    `grid` counts patches (frames, rows, columns), of which merge x merge make a token; the tokens stand in the prompt's
+    `token_ids`, or in a row that it is part of, from `start` on.
+    """
+
+    data: bytes
+    grid: tuple[int, int, int]
+    merge: int
+    start: int
+
+    @property
+    def patches(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def tokens(self) -> int:
+        return self.patches // self.merge**2
+
+
+class ImageReader(Protocol):
+    """What prompts, sampling and updates ask of a model's way to read images."""
+
+    @property
+    def placeholder(self) -> str:
+        """Stands for one image in a prompt's text."""
+        ...
+
+    def place(self, token_ids: list[int], images: list[bytes]) -> tuple[list[int], tuple[Picture, ...]]:
+        """The prompt with as many tokens for each image as it takes. Raises ValueError for an image that cannot be
+        read, or one too many or too few for the placeholders."""
+        ...
+
+    def pixel_values(self, pictures: Sequence[Picture]) -> Tensor:
+        """What the vision tower reads: [patches, values of a patch] float32, image after image."""
+        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -14,13 +56,14 @@ class Prompt:
 
     `id` is stable over runs and resumes, `token_ids` is the templated prompt, `text` what the row said (a string, or
     the list of chat messages when the row held one), `columns` every other column of the row, handed to the rewards
-    by name.
+    by name, `pictures` its images in the order of their tokens.
     """
 
     id: str
     token_ids: list[int]
     text: str | list[dict[str, str]]
     columns: dict[str, Any]
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(slots=True)
@@ -84,6 +127,8 @@ class PackedBatch:
     targets [N] int64 the completion tokens; row_index [N] int64 the hidden row that predicts each target;
     cu_targets [S+1] int64 borders of the sequences in N; advantages, weights [S] float32;
     rollout_logprobs [N] float32; old_logprobs, ref_logprobs [N] float32 once they are known.
+    With images: position_ids [3, T] (frame, row and column), pixel_values [patches, values of a patch] float32,
+    image_grid_thw [images, 3] int64, and `pictures` in the order of their tokens, `start` counting in T.
     Example: prompt [7, 8] with completions [1] and [2, 3] -> input_ids [7, 8, 1, 2, 3], position_ids [0, 1, 2, 2, 3],
     cu_seqlens [0, 2, 3, 5], prefixes [[0, 2, 5]], targets [1, 2, 3], row_index [1, 1, 3], cu_targets [0, 1, 3].
     An empty batch (S = 1 dummy token, N = 0) keeps a rank in step with the others and adds zero loss.
@@ -101,7 +146,13 @@ class PackedBatch:
     rollout_logprobs: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    pixel_values: Tensor | None = None
+    image_grid_thw: Tensor | None = None
+    pictures: tuple[Picture, ...] = ()
 
     def to(self, device: torch.device) -> "PackedBatch":
-        moved = (getattr(self, name) for name in self.__slots__)
-        return PackedBatch(*(t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for t in moved))
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {
+            n: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for n, t in fields.items()
+        }
+        return PackedBatch(**moved)

@@ -45,7 +45,9 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path.parent)  # in a folder that is there, a name that is not
     with pytest.raises(ValueError, match=r"^model\.path: no such folder "):
         resolve_model(f"{tmp_path.name}/none")
-    with pytest.raises(ValueError, match=r"one of builtin:demo, builtin:smollm2, got 'builtin:tiny'$"):
+    with pytest.raises(
+        ValueError, match=r"one of builtin:demo, builtin:smollm2, builtin:tiny_vlm, got 'builtin:tiny'$"
+    ):
         resolve_model("builtin:tiny")
 
 

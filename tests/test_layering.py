@@ -13,7 +13,17 @@ PACKAGE = Path(fastrl_fast.__file__).parent
 KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 
 RANKS = {
-    0: ["config", "types", "rules", "foreign_names", "loss_config", "method_config", "draws", "drop_reasons"],
+    0: [
+        "config",
+        "types",
+        "rules",
+        "foreign_names",
+        "loss_config",
+        "data_config",
+        "method_config",
+        "draws",
+        "drop_reasons",
+    ],
     1: ["ops"],
     2: [
         "advantage",
@@ -25,6 +35,7 @@ RANKS = {
         "memory",
         "optimizer",
         "plain_yaml",
+        "positions",
         "rewards",
         "demo",
     ],
@@ -32,6 +43,8 @@ RANKS = {
         "data",
         "builtin",
         "model",
+        "vision",
+        "head",
         "rollout",
         "distributed",
         "checkpoint",
@@ -59,7 +72,7 @@ RANKS = {
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 
-SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics"], 4: RANKS[4]}
+SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics", "vision", "head"], 4: RANKS[4]}
 """What modules may import at their own rank, besides their own package."""
 
 ONLY_IN = {
@@ -78,7 +91,7 @@ NEVER = {
 }
 """Libraries that a rank may not import, not even inside a function."""
 
-PURE = ["advantage", "prune", "budget", "packing", "microbatches", "loss", "memory", "optimizer"]
+PURE = ["advantage", "prune", "budget", "packing", "microbatches", "positions", "loss", "memory", "optimizer"]
 UNCLEAN = [
     "os",
     "io",

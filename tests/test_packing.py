@@ -118,7 +118,8 @@ def test_columns_that_do_not_line_up_are_refused():
 def test_to_moves_every_tensor_and_keeps_none():
     batch = pack([sequence(4)])
     moved = batch.to(torch.device("meta"))
-    assert {getattr(moved, n).device.type for n in batch.__slots__ if getattr(batch, n) is not None} == {"meta"}
+    fields = [getattr(moved, name) for name in batch.__slots__]
+    assert {field.device.type for field in fields if isinstance(field, torch.Tensor)} == {"meta"}
     assert moved.old_logprobs is None
 
 

@@ -5,14 +5,18 @@ import json
 import random
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..config import DataConfig
-from ..types import Prompt
+from ..types import ImageReader, Picture, Prompt
+from .pictures import IMAGE_COLUMNS, image_files, with_placeholders
 from .sources import Row, load_rows
 from .template import Message, PromptTemplate
 
@@ -25,16 +29,24 @@ class PromptData:
 
     A row's question becomes `token_ids`, its answer the text `columns["answer"]`, the rest `columns` as they are.
     Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`. The order of an epoch is a
-    function of (seed, epoch). `section` names the settings in messages: "data" or "eval". Raises ValueError for what is
-    wrong with the data, naming the row and the column.
+    function of (seed, epoch). `section` names the settings in messages: "data" or "eval". `images` is the model's
+    reader, without which no row may have an image. Raises ValueError for what is wrong with the data, naming the row
+    and the column.
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, section: str = "data"
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        section: str = "data",
+        images: ImageReader | None = None,
     ) -> None:
         self._config = config
         self._seed = seed
         self._path_field = f"{section}.path"
+        self._images = images
         template = PromptTemplate(config, tokenizer)
         rows = load_rows(config.path, config.split, field=self._path_field)
         prompts = self._prompts(rows, template)
@@ -112,20 +124,47 @@ class PromptData:
                 f"is there; {self._config.path} has {', '.join(found)}"
             )
         answer = self._column("answer_column", self._config.answer_column, _ANSWER_COLUMNS, found)
-        texts, rendered, columns = [], [], []
+        image = self._column("image_column", self._config.image_column, IMAGE_COLUMNS, found)
+        texts, rendered, columns, files = [], [], [], []
         for number, row in enumerate(rows, 1):
-            try:
-                texts.append(_question(row.get(question)))
-                rendered.append(template.render(texts[-1]))
-            except ValueError as error:
-                raise ValueError(
-                    f"{self._path_field}: row {number} of {self._config.path}: column {question!r} {error}"
-                ) from error
-            columns.append({name: row.get(name) for name in found if name != question})
+            files.append(self._image_files(row, number, image))
+            with self._row(number, question):
+                asked = _question(row.get(question))
+                texts.append(asked)
+                if image is not None and self._images is not None:
+                    asked = with_placeholders(asked, len(files[-1]), self._images.placeholder)
+                rendered.append(template.render(asked))
+            columns.append({name: row.get(name) for name in found if name not in (question, image)})
             if answer is not None:
                 columns[-1]["answer"] = self._answer(row.get(answer), number, answer)
-        ids = zip(_row_ids(rows), template.encode(rendered), texts, columns, strict=True)
-        return [Prompt(id=name, token_ids=tokens, text=text, columns=rest) for name, tokens, text, rest in ids]
+        prompts = []
+        encoded = zip(_row_ids(rows), template.encode(rendered), texts, columns, files, strict=True)
+        for number, (name, tokens, text, rest, held) in enumerate(encoded, 1):
+            pictures: tuple[Picture, ...] = ()
+            if self._images is not None:
+                with self._row(number, image or question):
+                    tokens, pictures = self._images.place(tokens, held)
+            prompts.append(Prompt(id=name, token_ids=tokens, text=text, columns=rest, pictures=pictures))
+        return prompts
+
+    def _image_files(self, row: Row, number: int, column: str | None) -> list[bytes]:
+        if column is None:
+            return []
+        folder = Path(self._config.image_dir or Path(self._config.path).expanduser().parent).expanduser()
+        with self._row(number, column):
+            files = image_files(row.get(column), folder)
+            if files and self._images is None:
+                raise ValueError("holds images, which the model at model.path does not read: those of Qwen-VL do")
+        return files
+
+    @contextmanager
+    def _row(self, number: int, column: str) -> Iterator[None]:
+        """Name the row and the column of a ValueError raised inside."""
+        try:
+            yield
+        except ValueError as error:
+            where = f"{self._path_field}: row {number} of {self._config.path}"
+            raise ValueError(f"{where}: column {column!r} {error}") from error
 
     def _column(self, setting: str, wanted: str | None, usual: tuple[str, ...], found: list[str]) -> str | None:
         if wanted is not None and wanted not in found:
@@ -170,8 +209,13 @@ def _row_ids(rows: list[Row]) -> list[str]:
     seen: Counter[str] = Counter()
     ids = []
     for row in rows:
-        content = json.dumps(row, sort_keys=True, default=str)
+        content = json.dumps(row, sort_keys=True, default=_stable)
         digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
         ids.append(f"{digest}-{seen[digest]}" if seen[digest] else digest)
         seen[digest] += 1
     return ids
+
+
+def _stable(value: Any) -> str:
+    """A text for what json has no word for; the repr of a PIL image holds its address in memory."""
+    return hashlib.blake2b(value.tobytes()).hexdigest() if hasattr(value, "getexif") else str(value)

@@ -6,6 +6,7 @@ from typing import Any
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _THOUGHT_END = re.compile(r"</think(?:ing)?>")
+_TAGGED = re.compile(r".*<answer>(.*)</answer>", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(
     r"(?:\banswer\b[*_ \t]*(?:is|are|:|=)|答案)[*_ \t]*(?:is|为|是)?[:：=*_ \t]*([^\n]+)", re.IGNORECASE
@@ -27,12 +28,15 @@ def text_of(completion: Any) -> str:
 
 
 def gold_text(gold: Any) -> str | None:
-    """The right answer as text: numbers are written out, None stays None, of GSM8K's only what follows `####`."""
+    """The right answer as text: numbers are written out, None stays None, of GSM8K's only what follows `####`, of
+    R1-V's what stands in <answer>."""
     if gold is None:
         return None
     if hasattr(gold, "item") and not isinstance(gold, (int, float, str)):
         gold = gold.item()
     text = str(gold).strip()
+    if tagged := _TAGGED.fullmatch(text):
+        text = tagged[1].strip()
     found = _HASHES.findall(text)
     return found[-1].strip() if found else text
 

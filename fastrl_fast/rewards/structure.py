@@ -7,7 +7,10 @@ _MOST_ITEMS = 40
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([a-z]\))?"
-_NAMED = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![a-z]))\s*(.+)", re.DOTALL)
+_POINTS = r"\d?[A-Z](?:\s*[A-Z])*|\d"
+_OF_FIGURE = rf"(?:m\s*)?\\(?:angle|widehat|overline|overarc|arc|triangle)\s*(?:{_POINTS}|\{{\s*(?:{_POINTS})\s*\}})"
+_LENGTH = r"[A-Z]\s*[A-Z]"
+_NAMED = re.compile(rf"\s*({_NAME}|{_OF_FIGURE}|{_LENGTH})\s*(?:=|\\in(?![a-z]))\s*(.+)", re.DOTALL)
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 
 
@@ -46,7 +49,8 @@ def items(text: str) -> Items | None:
 
 
 def named(text: str) -> tuple[str, str]:
-    """Part `x = 5` or `f(x) = 2x` into name and value; the name is empty where the answer is no such thing."""
+    r"""Part `x = 5`, `f(x) = 2x`, `AB = 5` or `m\angle A = 5` into name and value; the name is empty where it is
+    no such thing."""
     found = _NAMED.fullmatch(text)
     if not found or _EQUALS.search(found[2]):
         return "", text

@@ -1,13 +1,13 @@
 """Sampling of completions: the `Sampler` protocol and `build_sampler`, which picks the engine that the config names."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import RolloutConfig
-from ..types import Group, Prompt
+from ..types import Group, ImageReader, Prompt
 from .local import LocalSampler
 
 __all__ = ["LocalSampler", "Sampler", "build_sampler"]
@@ -40,7 +40,15 @@ class Sampler(Protocol):
         ...
 
 
-def build_sampler(config: RolloutConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-    """The engine of `config.engine`; it owns `model` from then on: hand over a copy, not the trained model."""
+def build_sampler(
+    config: RolloutConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    images: ImageReader | None = None,
+    barred: Sequence[int] = (),
+) -> Sampler:
+    """The engine of `config.engine`; it owns `model` from then on: hand over a copy, not the trained model. `images`
+    reads the prompts' images; tokens `barred` are never sampled."""
     assert config.engine == "local", "the config admits known engines only"
-    return LocalSampler(model, tokenizer, config)
+    return LocalSampler(model, tokenizer, config, images=images, barred=barred)

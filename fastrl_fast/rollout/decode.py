@@ -1,7 +1,7 @@
 """One decode batch: prompts of any lengths, rows that share a prompt's cache, rows that leave when done."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..positions import prompt_positions
+from ..types import ImageReader, Picture
 from .kv_cache import RowCache, additive_mask
 from .token_choice import Truncation, choose
 
@@ -24,11 +26,12 @@ _CUDA_CHECK_PERIOD = 8
 class DecodeBatch:
     """What to decode together: P prompts, R rows.
 
-    source [R] int64 ascending: the prompt of each row; draws [R, steps] float64; limits [R] int64 >= 1: most tokens of
-    each row, at most `steps`.
+    pictures: the images of each prompt; source [R] int64 ascending: the prompt of each row; draws [R, steps] float64;
+    limits [R] int64 >= 1: most tokens of each row, at most `steps`.
     """
 
     prompts: list[list[int]]
+    pictures: list[tuple[Picture, ...]]
     source: Tensor
     draws: Tensor
     limits: Tensor
@@ -60,12 +63,23 @@ class _Rows:
 
 
 class Decoder:
-    """Decodes batches with a causal LM, sampling from the first `vocabulary` ids; `is_stop` [vocabulary] bool."""
+    """Decodes batches with a causal LM, sampling from the first `vocabulary` ids but `barred`; `is_stop` [vocabulary]
+    bool."""
 
-    def __init__(self, model: PreTrainedModel, *, vocabulary: int, is_stop: Tensor) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocabulary: int,
+        is_stop: Tensor,
+        barred: Sequence[int] = (),
+        images: ImageReader | None = None,
+    ) -> None:
         self.model = model
         self.vocabulary = vocabulary
         self.is_stop = is_stop
+        self._barred = [token for token in barred if token < vocabulary]
+        self._images = images
         # transformers 5 renames the argument
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
@@ -105,13 +119,14 @@ class Decoder:
         causal = columns.unsqueeze(1) >= columns
         # a padding column looks at itself: a softmax over nothing would be NaN
         itself = torch.eye(width, dtype=torch.bool, device=device)
+        positions = _padded_positions(batch, width).to(device)
         logits = []
         for chunk, rows in self._prefill_chunks(batch, width):
             real = columns >= padding[chunk].unsqueeze(1)
             cache.begin_prompts(batch.source[rows] - chunk.start, first_row=rows.start)
             mask = additive_mask((causal & real.unsqueeze(1) | itself).unsqueeze(1), self.model.dtype)
-            positions = (columns - padding[chunk].unsqueeze(1)).clamp(min=0)
-            logits.append(self._forward(padded[chunk], mask, positions, cache))
+            own = positions[:, chunk].squeeze(0)
+            logits.append(self._forward(padded[chunk], mask, own, cache, batch.pictures[chunk]))
         cache.begin_decode(width)
         padding = padding[batch.source]
         visible = torch.arange(cache.capacity, device=device) >= padding.unsqueeze(1)
@@ -119,7 +134,7 @@ class Decoder:
         state = _Rows(
             index=index,
             tokens=index,
-            positions=(width - padding).unsqueeze(1),
+            positions=(positions.amax(dim=(0, 2)) + 1)[batch.source].unsqueeze(1),
             limits=batch.limits,
             mask=additive_mask(visible[:, None, None], self.model.dtype),
             done=torch.zeros_like(index, dtype=torch.bool),
@@ -143,8 +158,15 @@ class Decoder:
         cache.advance()
         return logits
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
-        """Logits [rows, vocabulary] after the last column of ids [rows, columns]."""
+    def _forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: RowCache,
+        pictures: Sequence[tuple[Picture, ...]] = (),
+    ) -> Tensor:
+        """Logits [rows, vocabulary] after the last column of ids [rows, columns], whose images come with them."""
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -152,8 +174,20 @@ class Decoder:
             use_cache=True,
             logits_to_keep=1,
             **{self._cache_name: cache},
+            **self._seen([picture for own in pictures for picture in own]),
         )
-        return output.logits[:, -1, : self.vocabulary]
+        logits = output.logits[:, -1, : self.vocabulary]
+        if self._barred:
+            logits[:, self._barred] = -torch.inf
+        return logits
+
+    def _seen(self, pictures: list[Picture]) -> dict[str, Tensor]:
+        if not pictures:
+            return {}
+        assert self._images is not None, "images are read by the model's own reader"
+        device = self.model.device
+        grids = torch.tensor([picture.grid for picture in pictures], device=device)
+        return dict(pixel_values=self._images.pixel_values(pictures).to(device), image_grid_thw=grids)
 
     @staticmethod
     def _drop_done(rows: _Rows, cache: RowCache) -> tuple[_Rows, Tensor]:
@@ -171,3 +205,12 @@ class Decoder:
         stops = self.is_stop[ids]
         first_stop = stops.to(torch.int8).argmax(dim=1) + 1
         return torch.where(stops.any(dim=1), torch.minimum(first_stop, limits), limits)
+
+
+def _padded_positions(batch: DecodeBatch, width: int) -> Tensor:
+    """int64 [3, P, width], or [1, P, width] without images; 0 in the padding on the left."""
+    axes = 3 if any(batch.pictures) else 1
+    padded = torch.zeros(axes, len(batch.prompts), width, dtype=torch.int64)
+    for number, (prompt, pictures) in enumerate(zip(batch.prompts, batch.pictures, strict=True)):
+        padded[:, number, width - len(prompt) :] = prompt_positions(len(prompt), pictures)[:axes]
+    return padded

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import RolloutConfig
-from ..types import Group, Prompt, Rollout
+from ..types import Group, ImageReader, Prompt, Rollout
 from .decode import DecodeBatch, Decoder
 from .token_choice import Truncation
 from .uniforms import text_key, uniforms
@@ -30,11 +30,20 @@ class LocalSampler:
     """Samples from the transformers causal LM that it is given and owns (any dtype, any one device).
 
     Each prompt is computed once and its cache shared out to the rows of its group; prompts of different lengths run
-    together, padded on the left; rows that are done leave the batch. Raises ValueError for a model whose layers are not
+    together, padded on the left; rows that are done leave the batch. `images` reads the prompts' images; tokens
+    `barred` are never sampled. Raises ValueError for a model whose layers are not
     plain attention over the whole past.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        *,
+        images: ImageReader | None = None,
+        barred: Sequence[int] = (),
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = config
@@ -48,7 +57,8 @@ class LocalSampler:
         self.stop_ids = _stop_ids(model, tokenizer, config, vocabulary)
         is_stop = torch.zeros(vocabulary, dtype=torch.bool)
         is_stop[sorted(self.stop_ids)] = True
-        self._decoder = Decoder(model, vocabulary=vocabulary, is_stop=is_stop.to(model.device))
+        is_stop = is_stop.to(model.device)
+        self._decoder = Decoder(model, vocabulary=vocabulary, is_stop=is_stop, barred=barred, images=images)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Copies full tensors into the model by name, casting to its dtype; tied weights may come under any one name.
@@ -154,6 +164,7 @@ class LocalSampler:
         count = max(row.limit for row in rows)
         batch = DecodeBatch(
             prompts=[prompts[number].token_ids for number in numbers],
+            pictures=[prompts[number].pictures for number in numbers],
             source=source,
             draws=uniforms(row_keys, indices, seed=seed, step=step, count=count),
             limits=limits,

