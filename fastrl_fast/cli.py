@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
@@ -153,7 +154,22 @@ def parse(argv: list[str], *, prog: str, about: str = "") -> tuple[Config, str]:
         namespace = parser.instantiate(parser.parse_args(checked))
     except (jsonargparse.ArgumentError, TypeError) as error:
         raise ValueError(_one_line(error)) from error
-    return Config(**{field.name: namespace[field.name] for field in dataclasses.fields(Config)}), "+".join(recipes)
+    config = Config(**{field.name: namespace[field.name] for field in dataclasses.fields(Config)})
+    _check_text(to_dict(config))
+    return config, "+".join(recipes)
+
+
+def _check_text(settings: dict[str, Any]) -> None:
+    """Raise ValueError for half of a surrogate pair, as bytes that are not UTF-8 arrive from a shell: no file could
+    hold it."""
+    for key in _flatten(settings):
+        value: Any = settings
+        for part in key.split("."):
+            value = value[part]
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{key} must be text that UTF-8 can hold, got {value!a}") from None
 
 
 def _one_line(error: Exception) -> str:

@@ -397,3 +397,9 @@ def test_a_mistake_is_told_before_anything_is_loaded(tmp_path):
         "error: command line: unknown key 'num_generations'; it is called 'budget.group_size' here\n"
     )
     assert not any(tmp_path.iterdir())
+
+
+def test_text_that_no_file_can_hold():
+    """As `$'--run_dir=\\xff'` arrives from a shell."""
+    assert mistake("--run_dir=a\udcff") == "run_dir must be text that UTF-8 can hold, got 'a\\udcff'"
+    assert "data.path" in mistake("--data.path", "\ud800")
