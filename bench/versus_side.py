@@ -103,7 +103,7 @@ def serve_ours(job: Job, commands: "Commands") -> None:
     with build_grader(settings.reward) as grader:
         tokenizer = load_tokenizer(job)
         data = PromptData(settings.data, tokenizer, seed=0)
-        inputs = train.Inputs(load_causal_lm(job.model, settings.model), tokenizer, data, None)
+        inputs = train.Inputs(load_causal_lm(job.model, settings.model), tokenizer, data, None, None)
         parts = train.build_parts(settings, inputs, grader, device, folder=Path(job.folder), log=None)
         meter = Meter(parts.policy.lm.named_parameters(), job.folder, "ours")
         parts.optimizer.register_step_pre_hook(meter.look)

@@ -55,7 +55,7 @@ def make(grader: Grader, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
     def made(config: Config, folder: Path | None = None) -> Trainer:
         data = PromptData(config.data, read.tokenizer, seed=config.seed)
-        inputs = Inputs(copy.deepcopy(read.lm), read.tokenizer, data, None)
+        inputs = Inputs(copy.deepcopy(read.lm), read.tokenizer, data, None, None)
         folder = folder or tmp_path_factory.mktemp("run")
         parts = build_parts(config, inputs, grader, torch.device("cpu"), folder=folder, log=None)
         return Trainer(config, parts, total_steps=4)
