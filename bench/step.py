@@ -172,7 +172,7 @@ def measure_layout(model: str, layout: Layout, *, repeats: int) -> list[Row]:
                 assert gap < 1e-5, f"{layout.name}: {prefix}{name} differs by {gap:.1e} from the plain packed gradient"
 
     case = timing.Case(name=f"{model} {layout.name}", runs={**runs, "sgemm": sgemm}, check=check, wanted={})
-    timings = timing.measure(case, repeats=repeats)
+    timings = timing.measure(case, device="cpu", repeats=repeats)
     rate = SGEMM_FLOPS / timings["sgemm"].median
     rows = []
     for prefix, groups in loads.items():
