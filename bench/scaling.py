@@ -206,7 +206,7 @@ def main() -> int:
     for ranks in options.ranks:
         print("\n".join(compare(reports[ranks])), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"machine": timing.machine(1), "reports": reports}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"machine": timing.machine("cpu", 1), "reports": reports}, indent=1) + "\n")
     return 0
 
 

@@ -264,7 +264,7 @@ def main() -> int:
     print("\n".join(lines))
     if options.json:
         record = {
-            "machine": timing.machine(options.threads),
+            "machine": timing.machine("cpu", options.threads),
             "phases": phases,
             "rows": [asdict(row) for row in rows],
             "ratios": lines,

@@ -149,7 +149,7 @@ def main() -> int:
     print("\n".join(lines))
     if options.json:
         sizes = {key: value for key, value in asdict(job).items() if key not in ("model", "folder")}
-        record = {"machine": timing.machine(options.threads), "trl": version("trl"), "model": options.model}
+        record = {"machine": timing.machine("cpu", options.threads), "trl": version("trl"), "model": options.model}
         options.json.write_text(
             json.dumps(record | {"job": sizes, "medians": medians, "lines": lines}, indent=1) + "\n"
         )
