@@ -1,13 +1,12 @@
 """Causal attention over sequences that lie back to back in one row, with no way to look across a border."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
+from fastrl_fast.ops.varlen_attention import HAS_FLASH
 
 FILL = 0.85
 """Sequences share one padded call when the shortest has at least this share of the longest one's tokens."""
