@@ -40,10 +40,14 @@ METHODS = {
     "fastrl_aero": ["--config=fastrl_aero", *AERO],
 }
 WEIGHTED = "--prune.weighting=multiplicity"
+SMALL = "--updates.rollouts_per_update=32"
 MORE_PROMPTS = ["--data.prompts_per_step=24"]
 VARIANTS = {
     # What plain training costs where nobody looks at the advantages before the update.
     "every_rollout": ["--config=grpo_every_rollout"],
+    # Updates as small as fastrl_code's, which learns more per step: by pruning or by their number?
+    "plain_small": [*PLAIN, SMALL],
+    "fastrl_small": ["--config=fastrl", WEIGHTED, SMALL],
     # Classes keep their weight: 7 right and 1 wrong no longer sum to -2.12.
     "fastrl_weighted": ["--config=fastrl", WEIGHTED],
     # Half as many prompts more, out of what pruning saves.
