@@ -27,6 +27,7 @@ RANKS = {
     1: ["ops"],
     2: [
         "advantage",
+        "arrays",
         "prune",
         "budget",
         "packing",
@@ -49,6 +50,7 @@ RANKS = {
         "distributed",
         "checkpoint",
         "metrics",
+        "profiling",
         "run_folder",
         "step_report",
         "alarms",
