@@ -14,8 +14,8 @@ MODULES = ("config", "data_config", "method_config", "loss_config")
 PAGE = "settings.md"
 INTRO = """# Every setting
 
-Made from the dataclasses of `fastrl_fast/config.py` and its parts when these pages were built. In a YAML file sections are
-mappings (`prune: {tau: 0.7}`), on the command line dots (`--prune.tau 0.7`). `python -m fastrl_fast.train --help` says the same.
+Made from the dataclasses of `fastrl_fast/config.py` and its parts when these pages were built. In a YAML file sections
+are mappings (`prune: {tau: 0.7}`), on the command line dots (`--prune.tau 0.7`); `--help` says the same.
 """
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -56,7 +57,8 @@ def prune_arrays(
         logprobs: [T] the sampler's, for what compares gradients (`similarity: gradient`, weights of `match`).
         right: [N] bool, for methods that count right and wrong answers.
         kl: whether the loss has a KL term: then rollouts of zero advantage are not free to leave out.
-        seed, step: draws are functions of these and the rollout's place.
+        seed: draws are functions of this, the step and the rollout's place.
+        step: see `seed`.
 
     Raises:
         ValueError: offsets that do not cut, lengths that do not fit, something that the method needs and is not there.
@@ -166,11 +168,10 @@ def _groups(
     answers = _one_each("right", right, len(scores)) or [False] * len(scores)
     rollouts = [
         Rollout(tokens[a:b], chances[a:b], "stop", reward=float(score), right=bool(answer))
-        for a, b, score, answer in zip(borders, borders[1:], scores, answers, strict=False)
+        for (a, b), score, answer in zip(pairwise(borders), scores, answers, strict=True)
     ]
     cuts = _borders("cu_group_sizes", cu_group_sizes, len(rollouts))
-    pairs = enumerate(zip(cuts, cuts[1:], strict=False))
-    return [Group(_prompt(str(number)), rollouts[a:b], number=number) for number, (a, b) in pairs]
+    return [Group(_prompt(str(n)), rollouts[a:b], number=n) for n, (a, b) in enumerate(pairwise(cuts))]
 
 
 def _prompt(name: str) -> Prompt:
@@ -179,7 +180,7 @@ def _prompt(name: str) -> Prompt:
 
 def _borders(name: str, values: Array, end: int, *, parts: int | None = None) -> list[int]:
     borders = [int(value) for value in _list(values)]
-    rising = all(a <= b for a, b in zip(borders, borders[1:], strict=False))
+    rising = all(a <= b for a, b in pairwise(borders))
     if not borders or borders[0] != 0 or borders[-1] != end or not rising:
         raise ValueError(f"{name} must rise from 0 to {end}, got {borders!r:.60}")
     if parts is not None and len(borders) != parts + 1:

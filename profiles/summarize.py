@@ -4,9 +4,9 @@
 
 FILE is a trace of torch's profiler (step-N.json.gz, from --log.profile_steps), or a csv of profiles/ncu_kernel.sh or
 profiles/nsys_step.sh. The limits of the machine come from `python bench/limits.py --json FILE.json`, or by hand. With
-intensity I = FLOP / byte, the roof is min(gflops, I x gbs) and `of the roof` what was reached of it. From a trace, FLOPs
-are those of matrix products and attention, counted by shapes, and bytes what an operator must read and write at least;
-from ncu both are counted by the GPU. nsys has times alone.
+intensity I = FLOP / byte, the roof is min(gflops, I x gbs) and `of the roof` what was reached of it. From a trace,
+FLOPs are those of matrix products and attention, counted by shapes, and bytes what an operator must read at least; from
+ncu both are counted by the GPU. nsys has times alone.
 """
 
 import argparse
@@ -102,10 +102,12 @@ def _rates(row: Row, gflops: float, gbs: float) -> list[str]:
     """Empty where the profile does not tell."""
     if not row.seconds or not row.bytes:
         return [""] * 4
-    flops, moved = row.flops / row.seconds * 1e-9, row.bytes / row.seconds * 1e-9
+    moved = f"{row.bytes / row.seconds * 1e-9:.2f}"
     least = max(row.flops * 1e-9 / gflops if gflops else 0.0, row.bytes * 1e-9 / gbs if gbs else 0.0)
     roof = f"{least / row.seconds:.0%}" if gflops and gbs else ""
-    return [f"{flops:.1f}" if row.flops else "", f"{moved:.2f}", f"{row.flops / row.bytes:.1f}" if row.flops else "", roof]
+    if not row.flops:
+        return ["", moved, "", roof]
+    return [f"{row.flops / row.seconds * 1e-9:.1f}", moved, f"{row.flops / row.bytes:.1f}", roof]
 
 
 def main() -> int:

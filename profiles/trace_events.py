@@ -1,4 +1,4 @@
-"""The events of torch's profiler as rows: time that each operator took itself, by phase, with its least FLOPs and bytes."""
+"""The events of torch's profiler as rows: the time that each operator took itself, by phase, its FLOPs and bytes."""
 
 import gzip
 import json
@@ -13,7 +13,9 @@ from fastrl_fast.metrics import PHASES
 BETWEEN = "(between operators)"
 """Time of a phase that no operator took: Python, the grader, waiting."""
 SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "bool": 1}
-VIEWS = ("as_strided", "select", "slice", "view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute")
+VIEWS = (
+    "as_strided", "select", "slice", "view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute",
+)  # fmt: skip
 """Operators that read none of what they are given."""
 HEAD_GEMMS = {"fastrl_fast::packed_logprobs": 1, "fastrl_fast::fused_policy_loss": 3}
 """Products of [targets, hidden] and [hidden, vocabulary] that an operator of the head makes; more where it makes one
@@ -124,9 +126,9 @@ def _flops(event: dict[str, Any]) -> float:
     name, shapes = event["name"], event.get("args", {}).get("Input Dims", [])
     if name in ("aten::mm", "aten::bmm"):
         return 2.0 * math.prod(shapes[0]) * shapes[1][-1]
-    if name in ("aten::addmm", "aten::baddbmm"):
+    if name in ("aten::addmm", "aten::addmm_", "aten::baddbmm"):
         return 2.0 * math.prod(shapes[1]) * shapes[2][-1]
-    if "scaled_dot_product" in name:
+    if name.startswith("aten::_scaled_dot_product"):
         # Its backward pass comes with the output's gradient in front and makes five products instead of two.
         backward = "backward" in name
         query, key = shapes[1:3] if backward else shapes[:2]

@@ -71,9 +71,10 @@ def fused_policy_loss(
     `importance` of sequences without `old_logprobs`), a chunk holds whole sequences; where one has more rows than a
     chunk, all logits are made twice.
 
+    What `packed_logprobs` takes (hidden, weight, targets, row_index, bias, temperature, softcap, logit_scale) is as
+    there, all else as in `policy_loss`.
+
     Args:
-        hidden, weight, targets, row_index, bias, temperature, softcap, logit_scale: as in `packed_logprobs`.
-        advantages, weights, cu_targets and all other settings: as in `policy_loss`.
         importance: multiplies the advantages by `importance_weights` of the old logprobs, or of the policy's own where
             these are None; the KL term keeps its weight. None = no correction.
 
