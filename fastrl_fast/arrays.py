@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -202,4 +202,4 @@ def _list(values: Array) -> list[Any]:
 def _like(example: Array, values: list[Any], dtype: torch.dtype) -> Any:
     """The values as a tensor on the example's device, or as a numpy array where the example is no tensor."""
     made = torch.tensor(values, dtype=dtype)
-    return made.to(cast(Tensor, example).device) if isinstance(example, Tensor) else made.numpy()
+    return made.to(example.device) if isinstance(example, Tensor) else made.numpy()

@@ -25,7 +25,7 @@ import torch.distributed.run
 
 pytest.importorskip("matplotlib", reason="the report's pictures need matplotlib: pip install 'fastrl_fast[report]'")
 
-from fastrl_fast import cli, train
+from fastrl_fast import cli, console, train
 from fastrl_fast.builtin import resolve_model
 from fastrl_fast.report.charts import CHARTS
 
@@ -39,10 +39,8 @@ RUNS = ("NAME", "OTHER", "PLAIN", "FASTRL", "sums", "plain")
 NOT_RUN = {
     r"python3? -m venv \S+": "makes an environment, and pip would load the network's packages into it",
     r"\. \S+/bin/activate": "the same",
-    r"pytest( .*)?": "these are its tests",
-    r"pre-commit install": "changes the checkout",
+    r"pytest": "these are its tests",
     r"srun .*": "needs Slurm; its inner command is the one above it in the page",
-    r"apt-get .*": "changes the machine",
 }
 """Commands that are only read, and why."""
 
@@ -117,6 +115,13 @@ def test_every_block_of_the_page_runs(page: Path, workplace: Path, monkeypatch: 
             raise AssertionError(f"{page.name}, block of line {block.line}: {type(error).__name__}: {error}") from error
 
 
+def test_every_exception_is_needed() -> None:
+    texts = [block.text for page in PAGES for block in blocks(page) if block.language == "bash"]
+    every = [command for text in texts for command in commands(text)]
+    for pattern in [*NOT_RUN, *RULES]:
+        assert any(re.fullmatch(pattern, command, re.S) for command in every), f"no command for {pattern}"
+
+
 def write_files(page: Path) -> None:
     """The files that the page shows; other pages may speak of the README's."""
     for block in blocks(page):
@@ -168,17 +173,15 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_train(words: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun's own options by its parser, ours by a dry run, or by the parser alone where the model or the data would
-    have to come from the hub."""
-    launcher, _, arguments = command.partition("fastrl_fast.train")
-    if "torchrun" in launcher:
-        options = shlex.split(launcher.split("torchrun", 1)[1])
-        torch.distributed.run.get_args_parser().parse_args([*options, "fastrl_fast.train"])
-    arguments_list = shlex.split(arguments)
-    config, _ = cli.parse([word for word in arguments_list if word != cli.DRY_RUN], prog="train")
-    far = "/" in config.model.path or ":" not in config.model.path or config.model.path == "builtin:smollm2"
-    if not far and (config.data.path.startswith("demo:") or Path(config.data.path).is_file()):
-        monkeypatch.setattr(sys, "argv", ["train", *arguments_list, cli.DRY_RUN])
+    """Torchrun's own options by its parser; ours by a dry run, with the shipped model in the place of one that would
+    have to be loaded, or by our parser alone where the data would."""
+    if launched := re.match(r"torchrun (.*-m fastrl_fast\.train)", command):
+        torch.distributed.run.get_args_parser().parse_args(shlex.split(launched[1]))
+    arguments = [word for word in words if word != cli.DRY_RUN]
+    config, _ = cli.parse(arguments, prog="train")
+    if config.data.path.startswith("demo:") or Path(config.data.path).is_file():
+        arguments += ["--model.path", "builtin:demo", cli.DRY_RUN]
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
         assert train.main() == 0
 
 
@@ -235,8 +238,16 @@ def check_profiler(words: list[str], command: str, monkeypatch: pytest.MonkeyPat
     """Torchrun's options by its parser, and the script by its own dry run."""
     settings, options, script = re.fullmatch(r"((?:\w+=\S+ )*)torchrun (.*) (profiles/\w+\.sh .*)", command).groups()
     torch.distributed.run.get_args_parser().parse_args([*shlex.split(options), "script"])
-    check_train([], f"fastrl_fast.train {script.split(' ', 1)[1]}", monkeypatch)
+    check_train(words[1:], "", monkeypatch)
     really([], f"{settings}{script}", monkeypatch)
+
+
+def check_completion(words: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints its script, where shtab is installed."""
+    pytest.importorskip("shtab", reason="completion needs shtab: pip install 'fastrl_fast[completion]'")
+    monkeypatch.setattr(sys, "argv", ["fastrl", "completion", "bash"])
+    with pytest.raises(SystemExit, match="0"):
+        console.main()
 
 
 def check_summary(words: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +268,6 @@ RULES: dict[str, Callable[[list[str], str, pytest.MonkeyPatch], None]] = {
     r"(?:\w+=\S+ )*torchrun .* (profiles/.*)": check_profiler,
     r"bench/gpu\.sh --dry-run": really,
     r"cat > [\w.]+ <<'(\w+)'\n.*": really,
-    r'eval "\$\(fastrl completion bash\)"': really,
+    r'eval "\$\(fastrl completion bash\)"': check_completion,
 }
 """Patterns of commands and what is done with them; the last group is handed over as words."""
