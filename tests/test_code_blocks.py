@@ -259,7 +259,7 @@ def check_summary(words: list[str], command: str, monkeypatch: pytest.MonkeyPatc
 
 
 RULES: dict[str, Callable[[list[str], str, pytest.MonkeyPatch], None]] = {
-    r"(?:torchrun .*|python -m fastrl_fast\.|fastrl )(?:-m fastrl_fast\.)?train(.*)": check_train,
+    r"(?:torchrun .*?-m fastrl_fast\.|python -m fastrl_fast\.|fastrl )train(.*)": check_train,
     r"(?:python -m fastrl_fast\.|fastrl )((?:evaluate|export|report|doctor).*)": run_module,
     r"pip install (.*)": check_extras,
     r"python -m (bench\..*)": parse_only,
