@@ -3,8 +3,8 @@
 // computed.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -49,14 +49,10 @@ void check_offsets(const char* name, const int64_t* offsets, int64_t count, int6
         std::string(name) + " must end with " + std::to_string(total) + ", not " + std::to_string(offsets[count]));
 }
 
-void check_rewards(const double* rewards, int64_t count) {
-  const double most = std::numeric_limits<double>::max();
-  int64_t infinite = 0;
-  for (int64_t i = 0; i < count; ++i) infinite += std::abs(rewards[i]) > most;
-  for (int64_t i = 0; infinite > 0 && i < count; ++i) {
-    if (!std::isinf(rewards[i])) continue;
-    check(false, "rewards must be finite, or NaN where ungraded; reward " + std::to_string(i) + " is infinite");
-  }
+void refuse_infinite(const double* rewards, int64_t count) {
+  const double* found = std::find_if(rewards, rewards + count, [](double r) { return std::isinf(r); });
+  const std::string which = std::to_string(found - rewards);
+  check(false, "rewards must be finite, or NaN where ungraded; reward " + which + " is infinite");
 }
 
 GroupAdvantageArgs group_advantage_args(uintptr_t rewards, uintptr_t cu, int64_t groups, bool divide_by_std,
@@ -137,9 +133,12 @@ PYBIND11_MODULE(_fastrl_fast, m) {
                                 bool leave_one_out, int ddof, double eps, uintptr_t out, uintptr_t dead, int threads) {
         const auto args = group_advantage_args(rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, out, dead);
         check_offsets("cu_group_sizes", args.cu_group_sizes, groups, count);
-        check_rewards(args.rewards, count);
-        py::gil_scoped_release release;
-        cpu::group_advantage(args, threads);
+        bool finite;
+        {
+          py::gil_scoped_release release;
+          finite = cpu::group_advantage(args, threads);
+        }
+        if (!finite) refuse_infinite(args.rewards, count);
       });
 
   m.def("logit_fold_cpu",

@@ -31,6 +31,7 @@ from fastrl_fast.ops import (
     selection,
 )
 from fastrl_fast.ops._lib import kernels as compiled
+from fastrl_fast.ops.loss_settings import RATIO_KINDS
 
 EMULATOR = Path(__file__).parent / "emulator"
 sys.path.insert(0, str(EMULATOR))
@@ -326,11 +327,11 @@ def test_select_diverse_with_the_cuda_kernel(on_cuda):
     assert on_cuda.called == {"select_diverse_cuda"}
 
 
-@pytest.mark.parametrize("ratio", policy_losses.RATIO_KINDS)
+@pytest.mark.parametrize("ratio", RATIO_KINDS)
 def test_policy_loss_with_the_cuda_kernel(on_cuda, ratio):
     arrays, cu = checks.policy_case([5, 300, 1, 0, 129, 7], np.float32, 0)
     tensors = [torch.from_numpy(x).as_subclass(CudaTensor) for x in (*arrays, cu)]
-    settings = (policy_losses.RATIO_KINDS.index(ratio), 0, 2, 0.05, 0.1, math.inf, 0.3)
+    settings = (RATIO_KINDS.index(ratio), 0, 2, 0.05, 0.1, math.inf, 0.3)
     ours = policy_losses._forward(*tensors, *settings)
     truth = checks.true_policy_loss(arrays, cu, checks.PolicySettings(*settings))
     for x, y in zip(ours, truth, strict=True):

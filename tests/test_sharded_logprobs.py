@@ -126,6 +126,10 @@ def test_sequence_sums():
     assert gradient.tolist() == [0.0] * 3 + [4.0] * 9
     alone = sequence_sums(logprobs[3:], torch.tensor([0, 9]), old_logprobs=old[3:])
     assert torch.equal(alone[0], sums[2]), "bit for bit, whatever else is in the batch"
+    none = sequence_sums(logprobs[:0], torch.tensor([0]))
+    assert none.shape == (0, 3) and none.dtype == torch.float64
+    (gradient,) = torch.autograd.grad(none.sum(), logprobs)
+    assert not gradient.any()
     own = sequence_sums(logprobs, cu)
     assert not own[:, 1].any() and torch.equal(own[:, 0], sums[:, 0])
     with pytest.raises(ValueError, match="old_logprobs must be one per token"):

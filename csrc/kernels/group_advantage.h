@@ -28,7 +28,8 @@ struct GroupAdvantageArgs {
 };
 
 namespace cpu {
-void group_advantage(const GroupAdvantageArgs& args, int num_threads);
+// Returns whether all rewards are finite or NaN; if not, the advantages of their groups mean nothing.
+bool group_advantage(const GroupAdvantageArgs& args, int num_threads);
 }
 namespace cuda {
 // Asynchronous on `stream` (a cudaStream_t); pointers are device pointers. Returns a cudaError_t.
