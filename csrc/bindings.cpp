@@ -66,6 +66,21 @@ LogitSlab logit_slab(int64_t rows, int64_t cols, int64_t stride, int64_t vocab_b
   return {rows, cols, stride, vocab_begin, at<int64_t>(targets), scale};
 }
 
+SelectDiverseArgs select_diverse_args(uintptr_t token_ids, uintptr_t cu_seqlens, uintptr_t cu_group_sizes,
+                                      int64_t groups, uintptr_t classes, int64_t tau_millionths, int ngram,
+                                      bool seed_only, uintptr_t kept, uintptr_t representative) {
+  return {at<int64_t>(token_ids),
+          at<int64_t>(cu_seqlens),
+          at<int64_t>(cu_group_sizes),
+          at<int64_t>(classes),
+          groups,
+          tau_millionths,
+          ngram,
+          seed_only,
+          at<bool>(kept),
+          at<int64_t>(representative)};
+}
+
 // The same pointers as float or as double: their own type cannot be known here.
 template <class Real>
 PolicyLossArgs<Real> policy_loss_args(uintptr_t logprobs, uintptr_t old, uintptr_t ref, uintptr_t rollout,
@@ -171,16 +186,8 @@ PYBIND11_MODULE(_fastrl_fast, m) {
   m.def("select_diverse_cpu", [](uintptr_t token_ids, int64_t tokens, uintptr_t cu_seqlens, int64_t rollouts,
                                  uintptr_t cu_group_sizes, int64_t groups, uintptr_t classes, int64_t tau_millionths,
                                  int ngram, bool seed_only, uintptr_t kept, uintptr_t representative, int threads) {
-    const SelectDiverseArgs args{at<int64_t>(token_ids),
-                                 at<int64_t>(cu_seqlens),
-                                 at<int64_t>(cu_group_sizes),
-                                 at<int64_t>(classes),
-                                 groups,
-                                 tau_millionths,
-                                 ngram,
-                                 seed_only,
-                                 at<bool>(kept),
-                                 at<int64_t>(representative)};
+    const auto args = select_diverse_args(token_ids, cu_seqlens, cu_group_sizes, groups, classes, tau_millionths, ngram,
+                                          seed_only, kept, representative);
     check_offsets("cu_seqlens", args.cu_seqlens, rollouts, tokens);
     check_offsets("cu_group_sizes", args.cu_group_sizes, groups, rollouts);
     py::gil_scoped_release release;
@@ -302,16 +309,8 @@ PYBIND11_MODULE(_fastrl_fast, m) {
                                   uintptr_t workspace, uintptr_t kept, uintptr_t representative, uintptr_t stream) {
     const NvtxRange range{"select_diverse"};
     check(tokens < (int64_t{1} << 30), "token_ids must be fewer than 2^30, not " + std::to_string(tokens));
-    const SelectDiverseArgs args{at<int64_t>(token_ids),
-                                 at<int64_t>(cu_seqlens),
-                                 at<int64_t>(cu_group_sizes),
-                                 at<int64_t>(classes),
-                                 groups,
-                                 tau_millionths,
-                                 ngram,
-                                 seed_only,
-                                 at<bool>(kept),
-                                 at<int64_t>(representative)};
+    const auto args = select_diverse_args(token_ids, cu_seqlens, cu_group_sizes, groups, classes, tau_millionths, ngram,
+                                          seed_only, kept, representative);
     check_cuda("select_diverse", cuda::select_diverse(args, tokens, at<int>(workspace), at<void>(stream)));
   });
 #else

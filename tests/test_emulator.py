@@ -321,7 +321,7 @@ def test_fused_policy_loss_with_the_cuda_kernels(on_cuda, dtype, monkeypatch):
 
 def test_select_diverse_with_the_cuda_kernel(on_cuda):
     arguments = [torch.from_numpy(x) for x in checks.Rollouts(2, **checks.SELECTION_CASES[2]).arguments()]
-    ours = selection._cuda(*arguments, True, 350_000, 2)
+    ours = selection._forward(*(x.as_subclass(CudaTensor) for x in arguments), True, 350_000, 2)
     for x, y in zip(ours, reference.select_diverse(*arguments, rule="mdap_seed", tau=0.35, ngram=2), strict=True):
         assert torch.equal(x, y)
     assert on_cuda.called == {"select_diverse_cuda"}

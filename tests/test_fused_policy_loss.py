@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from numerics import assert_at_most_twice
-
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

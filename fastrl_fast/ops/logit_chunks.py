@@ -16,7 +16,8 @@ from fastrl_fast.ops.logit_slabs import Grads, Head
 
 CHUNK_ELEMENTS = {"cpu": 15 << 20, "cuda": 1 << 28}
 """Logits kept at a time: 60 MB of float32 on a CPU, 1 GB on a GPU."""
-CHUNK_ROWS = {"cpu": 1024, "cuda": 16384}
+CHUNK_ROWS = {"cpu": 512, "cuda": 16384}
+"""As many as make a slab on a CPU: more would narrow it."""
 
 
 class Walk(NamedTuple):
@@ -163,7 +164,7 @@ def _walk_twice(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs
 
 
 def _slabs(rows: int, head: Head, kept: Tensor, grad_weight: Tensor | None) -> list[tuple[slice, Tensor]]:
-    """Return one contiguous block for the logits of each slab of the vocabulary, in `kept`, or in the weight's gradient.
+    """Return a contiguous block for the logits of each slab of the vocabulary: in `kept`, or in the weight's gradient.
 
     There a slab lies where the next slab's part of the gradient will be written: by then it has been used. The last
     ones, behind which there is no room, get memory of their own.

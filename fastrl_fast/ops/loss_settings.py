@@ -49,5 +49,6 @@ def check_loss(settings: LossSettings, ref_logprobs: Tensor | None) -> None:
     for name in ("clip_low", "clip_high", "kl_coef"):
         number = getattr(settings, name)
         check(number >= 0, f"{name} must be >= 0, not {number}")
-    check(settings.dual_clip is None or settings.dual_clip > 1, f"dual_clip must be > 1 or None, not {settings.dual_clip}")
-    check(settings.kl_coef == 0 or ref_logprobs is not None, f"kl_coef = {settings.kl_coef} needs ref_logprobs")
+    dual_clip, kl_coef = settings.dual_clip, settings.kl_coef
+    check(dual_clip is None or dual_clip > 1, f"dual_clip must be > 1 or None, not {dual_clip}")
+    check(kl_coef == 0 or ref_logprobs is not None, f"kl_coef = {kl_coef} needs ref_logprobs")

@@ -39,7 +39,7 @@ def packed_logprobs(
     z_v = softcap(x_v * logit_scale) / temperature with x_v = h . W_v + b_v and softcap(u) = c tanh(u / c);
     logprob = z_y - ln sum_v e^z_v (never above 0), entropy = - sum_v p_v ln p_v, in nats.
 
-    The vocabulary is walked in slabs of float32 logits (4 MB on the CPU, 256 MB on a GPU); low-precision weights are
+    The vocabulary is walked in slabs of float32 logits (2 MB on the CPU, 256 MB on a GPU); low-precision weights are
     up-cast slab by slab. Memory beyond inputs and outputs does not grow with V. The backward makes the logits again,
     skips targets whose upstream gradients are all zero, sums in float32 and returns gradients of `hidden`, `weight` and
     `bias` in their dtypes, written once. The work around the GEMMs is one pass of compiled code. On CUDA bfloat16

@@ -84,7 +84,7 @@ def _fake(
     return classes.new_empty(classes.shape, dtype=torch.bool), torch.empty_like(classes)
 
 
-def _cpu(
+def _forward(
     token_ids: Tensor,
     cu_seqlens: Tensor,
     cu_group_sizes: Tensor,
@@ -96,36 +96,21 @@ def _cpu(
     token_ids, cu_seqlens = token_ids.contiguous(), cu_seqlens.contiguous()
     cu_group_sizes, classes = cu_group_sizes.contiguous(), classes.contiguous()
     kept, representative = torch.empty_like(classes, dtype=torch.bool), torch.empty_like(classes)
-    kernels.select_diverse_cpu(
-        token_ids.data_ptr(), token_ids.shape[0], cu_seqlens.data_ptr(), classes.shape[0],
-        cu_group_sizes.data_ptr(), cu_group_sizes.shape[0] - 1, classes.data_ptr(), tau, ngram, seed_only,
-        kept.data_ptr(), representative.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    tokens, rollouts, groups = token_ids.shape[0], classes.shape[0], cu_group_sizes.shape[0] - 1
+    grouped = (cu_group_sizes.data_ptr(), groups, classes.data_ptr(), tau, ngram, seed_only)
+    results = (kept.data_ptr(), representative.data_ptr())
+    if token_ids.is_cuda:
+        with cuda_stream(token_ids) as stream:
+            workspace = token_ids.new_empty(kernels.select_diverse_workspace(tokens, rollouts), dtype=torch.int32)
+            kernels.select_diverse_cuda(
+                token_ids.data_ptr(), tokens, cu_seqlens.data_ptr(), *grouped, workspace.data_ptr(), *results, stream
+            )
+    else:
+        kernels.select_diverse_cpu(
+            token_ids.data_ptr(), tokens, cu_seqlens.data_ptr(), rollouts, *grouped, *results, torch.get_num_threads()
+        )
     return kept, representative
 
 
-def _cuda(
-    token_ids: Tensor,
-    cu_seqlens: Tensor,
-    cu_group_sizes: Tensor,
-    classes: Tensor,
-    seed_only: bool,
-    tau: int,
-    ngram: int,
-) -> tuple[Tensor, Tensor]:
-    token_ids, cu_seqlens = token_ids.contiguous(), cu_seqlens.contiguous()
-    cu_group_sizes, classes = cu_group_sizes.contiguous(), classes.contiguous()
-    kept, representative = torch.empty_like(classes, dtype=torch.bool), torch.empty_like(classes)
-    with cuda_stream(token_ids) as stream:
-        size = kernels.select_diverse_workspace(token_ids.shape[0], classes.shape[0])
-        workspace = token_ids.new_empty(size, dtype=torch.int32)
-        kernels.select_diverse_cuda(
-            token_ids.data_ptr(), token_ids.shape[0], cu_seqlens.data_ptr(), cu_group_sizes.data_ptr(),
-            cu_group_sizes.shape[0] - 1, classes.data_ptr(), tau, ngram, seed_only, workspace.data_ptr(),
-            kept.data_ptr(), representative.data_ptr(), stream,
-        )  # fmt: skip
-    return kept, representative
-
-
-library.impl("select_diverse", _cpu, "CPU")
-library.impl("select_diverse", _cuda, "CUDA")
+library.impl("select_diverse", _forward, "CPU")
+library.impl("select_diverse", _forward, "CUDA")
