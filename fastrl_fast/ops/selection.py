@@ -54,6 +54,14 @@ def select_diverse(
     check(rule in RULES, f"rule must be one of {', '.join(RULES)}, not {rule!r}")
     check(0 <= tau <= 1, f"tau must lie in [0, 1], not {tau}")
     check(ngram >= 1, f"ngram must be >= 1, not {ngram}")
+    _check_tensors(token_ids, cu_seqlens, cu_group_sizes, classes)
+    kept, representative = torch.ops.fastrl_fast.select_diverse(
+        token_ids, cu_seqlens, cu_group_sizes, classes, rule == "mdap_seed", round(tau * MILLION), ngram
+    )
+    return kept, representative
+
+
+def _check_tensors(token_ids: Tensor, cu_seqlens: Tensor, cu_group_sizes: Tensor, classes: Tensor) -> None:
     named = {"token_ids": token_ids, "cu_seqlens": cu_seqlens, "cu_group_sizes": cu_group_sizes, "classes": classes}
     for name, tensor in named.items():
         check(
@@ -65,10 +73,6 @@ def select_diverse(
         check(named[name].shape[0] >= 1, f"{name} must hold at least the 0 it starts with")
     rollouts = cu_seqlens.shape[0] - 1
     check(classes.shape[0] == rollouts, f"classes must be one per rollout ({rollouts}), not {classes.shape[0]}")
-    kept, representative = torch.ops.fastrl_fast.select_diverse(
-        token_ids, cu_seqlens, cu_group_sizes, classes, rule == "mdap_seed", round(tau * MILLION), ngram
-    )
-    return kept, representative
 
 
 @torch.library.register_fake("fastrl_fast::select_diverse", lib=library)
