@@ -1,6 +1,8 @@
 """packed_logprobs against the best PyTorch a colleague would write, TRL and Liger: scoring, and loss with gradient.
 
-The GEMMs alone run beside it: what is left above them is what the operator costs.
+The GEMMs alone run beside it: what is left above them is what the operator costs. On a CPU the
+bfloat16 targets are for one without bf16 instructions, where torch's own bf16 GEMM is slow; any other can act as one:
+ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python bench/packed_logprobs.py --threads 2 --only bfloat16
 """
 
 from collections.abc import Callable, Iterable

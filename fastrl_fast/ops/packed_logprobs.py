@@ -47,7 +47,7 @@ def packed_logprobs(
     targets that have a gradient.
 
     Args:
-        hidden, weight: [T, H] and [V, H], each float32, bfloat16, float16 or float64, in which then all is computed.
+        hidden, weight: [T, H] and [V, H], float32, bfloat16, float16 or float64; float64 anywhere computes in float64.
         targets: [N] int64 in [0, V), or `ignore_index`.
         row_index: [N] int64 in [0, T), the row of `hidden` that predicts each target (rows may repeat; only these are
             multiplied); None pairs target i with row i.
