@@ -60,7 +60,7 @@ def group_advantage(rewards: Tensor, cu_group_sizes: Tensor, *, preset: str = "t
 
     Source: algorithms.md 1.1 (FastRL), 3.10 (Dr. GRPO, arXiv 2503.20783), 3.12 (RLOO, arXiv 2402.14740).
     """
-    # Not `check`: making three messages that nobody reads would take a tenth of the call.
+    # Not `check`: making three messages that nobody reads takes 7 us.
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}")
     if rewards.ndim != 1 or rewards.dtype not in (torch.float32, torch.float64):
