@@ -49,8 +49,7 @@ def importance_weights(
     w = u where floor <= u <= cap, else 0. The exponent is cut to [-20, 20]; no gradient.
 
     Args:
-        logprobs: [N] float.
-        rollout_logprobs: [N] float.
+        logprobs, rollout_logprobs: [N] float.
         cu_targets: [S + 1] int64, offsets of the sequences into them; read for kinds of sequences.
         importance: a kind other than none.
 
