@@ -53,6 +53,8 @@ def test_traffic_by_hand():
     traffic = scaling.update_traffic(SIZE, ranks=2, width=2, microbatches=2)
     assert traffic == {"gather": (4 * SIZE.parameters - 2 * root) * 2 / 2, "reduce": SIZE.parameters * 4 / 2}
     assert scaling.update_traffic(SIZE, ranks=1, width=2, microbatches=2) == {"gather": 0, "reduce": 0}
+    often = scaling.update_traffic(SIZE, ranks=2, width=2, microbatches=2, reductions=2)
+    assert often == {"gather": traffic["gather"], "reduce": 2 * traffic["reduce"]}
 
 
 def test_the_document_has_the_table_of_today():

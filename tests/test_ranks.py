@@ -72,7 +72,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 
 
 SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences", "aero", "refilled", "aligned")
-SCENARIOS += ("skipping", "cut_over_the_step", "matched", "unshared", "untied_gspo")
+SCENARIOS += ("skipping", "cut_over_the_step", "matched", "unshared", "untied_gspo", "reduced_often")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -107,6 +107,22 @@ def test_sharing_prompts_changes_no_update(steps: dict[int, dict], ranks: int) -
     assert apart.norm() <= 1e-4 * moved.norm()
     assert shared["metrics"]["flops_shared/update"] > 0 == unshared["metrics"]["flops_shared/update"]
     assert shared["metrics"]["flops/update"] < unshared["metrics"]["flops/update"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_reduced_once_or_with_every_micro_batch(steps: dict[int, dict], ranks: int) -> None:
+    """Both with the same gradient, and with one forward pass per micro-batch besides the two that check sharing."""
+    once, often = (steps[ranks][name] for name in ("plain", "reduced_often"))
+    microbatches = once["forwards"] - 2
+    assert microbatches > 1 and often["forwards"] == once["forwards"]
+    assert once["reductions"] == once["units"] == 3
+    assert often["reductions"] == 3 * microbatches
+    start = once["start"]
+    moved = torch.cat([(once["weights"][name] - start[name]).flatten() for name in start])
+    apart = torch.cat([(once["weights"][name] - often["weights"][name]).flatten() for name in start])
+    assert apart.norm() <= 1e-4 * moved.norm()
+    key = "optimizer/grad_norm"
+    assert often["metrics"][key] == pytest.approx(once["metrics"][key], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
