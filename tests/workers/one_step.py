@@ -47,9 +47,7 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
     change = dataclasses.replace
     return {
         "plain": plain,
-        "reduced_often": change(
-            plain, updates=UpdatesConfig(tokens_per_microbatch=64, reduce_gradients="microbatch")
-        ),
+        "reduced_often": change(plain, updates=UpdatesConfig(tokens_per_microbatch=64, reduce_gradients="microbatch")),
         "unshared": change(plain, updates=UpdatesConfig(tokens_per_microbatch=64, share_prompts=False)),
         "pruned": change(
             plain, prune=PruneConfig(method="mdap", tau=1.0, weighting="multiplicity"), loss=LossConfig(kind="dapo")
@@ -120,16 +118,22 @@ def run(config: Config, device: torch.device, folder: Path) -> dict[str, object]
         trainer = Trainer(config, parts, total_steps=10)
         if isinstance(parts.budget, GresoBudget):
             parts.budget.alike = {prompt.id: (9, "hard") for prompt in parts.data.first(8)[1:]}
-        start, forwards = whole_weights(parts), []
+        start, forwards, gradients = whole_weights(parts), [], []
         parts.policy.head.register_forward_hook(lambda *_: forwards.append(1))
+        parts.optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(parts)))
         with Reductions() as reductions:
             metrics = trainer.step()
-        counts = {"forwards": len(forwards), "reductions": reductions.count, "units": len(parts.policy.shard_units) + 1}
-        return {"start": start, "metrics": metrics, "weights": whole_weights(parts), **counts}
+        counts = {"forwards": len(forwards), "reductions": reductions.count}
+        return {"start": start, "metrics": metrics, "weights": whole_weights(parts), "gradients": gradients, **counts}
 
 
 def whole_weights(parts: Parts) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in full_weights(parts.policy)}
+
+
+def whole_gradient(parts: Parts) -> torch.Tensor:
+    gradients = (p.grad for p in parts.policy.parameters())
+    return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).flatten() for g in gradients])
 
 
 def main() -> None:
