@@ -123,7 +123,7 @@ def test_gradients_are_reduced_once_or_with_every_micro_batch(steps: dict[int, d
     "scenario, alone", [("plain", "unshared"), ("reduced_often", "unshared"), ("pruned", "pruned")]
 )
 def test_gradients_are_those_of_one_rank(steps: dict[int, dict], scenario: str, alone: str, ranks: int) -> None:
-    """Issue 5's bound: 1e-5 of the gradient's size, against one rank with a prompt for each rollout where it has one."""
+    """Issue 5's bound, 1e-5 of the gradient's size; where nothing is pruned one rank has a prompt for each rollout."""
     (one,), (many,) = steps[1][alone]["gradients"], steps[ranks][scenario]["gradients"]
     assert (many - one).norm() <= 1e-5 * one.norm() > 0
 
