@@ -48,17 +48,19 @@ TOKENS = 1024
 MICROBATCHES = 2
 
 
-def update_traffic(size: ModelSize, *, ranks: int, width: int, microbatches: int) -> dict[str, float]:
+def update_traffic(
+    size: ModelSize, *, ranks: int, width: int, microbatches: int, reductions: int = 1
+) -> dict[str, float]:
     """Bytes that each rank receives in one update under FSDP2: {"gather": ..., "reduce": ...}.
 
     A micro-batch gathers all P parameters for its forward pass and again, but for the root's (the embedding and the
-    last norm), for its backward pass, in numbers of `width` bytes; gradients are reduced once, in float32. Of every
-    collective a rank already holds 1 / ranks.
+    last norm), for its backward pass, in numbers of `width` bytes; gradients are reduced in float32, once or with every
+    micro-batch. Of every collective a rank already holds 1 / ranks.
     """
     away = (ranks - 1) / ranks
     root = size.table + size.hidden
     gathered = microbatches * width * (2 * size.parameters - root)
-    return {"gather": away * gathered, "reduce": away * STATE_BYTES * size.parameters}
+    return {"gather": away * gathered, "reduce": away * reductions * STATE_BYTES * size.parameters}
 
 
 class Traffic(TorchDispatchMode):

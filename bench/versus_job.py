@@ -1,6 +1,7 @@
 """The one job that both sides of bench.versus_trl do: model, prompts, completions of planned lengths, reward."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ class Job:
     @property
     def rollouts(self) -> int:
         return self.prompts * self.group_size
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """As large a part of the planned tokens as TRL's micro-batch is of the rollouts, and a tenth more, as sequences
+        do not fill it to the brim: both sides take as many micro-batches."""
+        tokens = sum(self.prompt_tokens + sum(map(len, row["planned"])) for row in self.rows())
+        return math.ceil(1.1 * tokens * min(1.0, self.trl_batch / self.rollouts))
 
     def rows(self) -> list[dict[str, Any]]:
         """The prompts, each with its planned completions."""

@@ -96,6 +96,7 @@ def serve_ours(job: Job, commands: "Commands") -> None:
         budget=c.BudgetConfig(group_size=job.group_size),
         advantage=c.AdvantageConfig(preset="trl"),
         loss=c.LossConfig(kind="dapo"),
+        updates=c.UpdatesConfig(tokens_per_microbatch=job.tokens_per_microbatch),
         optimizer=c.OptimizerConfig(lr=LEARNING_RATE),
         log=c.LogConfig(rollouts=False),
     )

@@ -120,6 +120,9 @@ class UpdatesConfig:
     """Passes over the rollouts of a step."""
     tokens_per_microbatch: int = 16384
     """Tokens packed into one forward and backward pass of one rank."""
+    reduce_gradients: Literal["update", "microbatch"] = "update"
+    """When ranks add up their gradients: with the last micro-batch of an update, each holding all of them whole until
+    then (4 bytes per parameter), or with every one, so that no rank ever does, for as many times the traffic."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """`recompute`: one forward pass before the first of several updates (free with a single one); `rollout`: the
     sampler's."""

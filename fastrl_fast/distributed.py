@@ -78,11 +78,12 @@ def shard(model: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype, devi
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def set_last_microbatch(model: nn.Module, last: bool) -> None:
-    """Reduce gradients over the ranks only with the last micro-batch of an update."""
+def reduce_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass adds up the gradients of all ranks, with those it finds; else each keeps its
+    own, whole. The last of an update must."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(now)
+        model.set_is_last_backward(now)
 
 
 def share(count: int) -> slice:

@@ -103,17 +103,18 @@ def estimate_memory(
     With P parameters over R ranks, compute width b: float32 states 4 P / R each for parameters and gradients, 8 P / R
     for AdamW, 4 P / R for a reference; the local sampler's whole copy b P and its cache; FSDP2's whole tables (its root
     keeps them from forward to backward) and two layers. With several micro-batches in an update gradients are reduced
-    with the last one alone, and until then every rank holds all of them whole: 4 P. Micro-batches are taken as full;
-    each of their tokens as a target.
+    with the last one alone, and until then every rank holds all of them whole: 4 P; with updates.reduce_gradients
+    microbatch only those of what is gathered. Micro-batches are taken as full; each of their tokens as a target.
     """
     width, tokens = BYTES[config.model.dtype], config.updates.tokens_per_microbatch
     state = STATE_BYTES * size.parameters / ranks
     tables = size.table * (1 if size.tied else 2)
     sharded = ranks > 1 or width != STATE_BYTES
     whole = tables + PREFETCHED_LAYERS * size.layer_parameters
+    deferred = several_microbatches and config.updates.reduce_gradients == "update"
     gradients = state
     if sharded:
-        gradients += STATE_BYTES * (size.parameters if several_microbatches else whole)
+        gradients += STATE_BYTES * (size.parameters if deferred else whole)
     return Memory(
         parameters=state,
         optimizer=2 * state,

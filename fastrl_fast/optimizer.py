@@ -10,7 +10,8 @@ from .config import OptimizerConfig
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+    """AdamW in one pass over each tensor."""
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:

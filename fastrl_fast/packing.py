@@ -68,9 +68,11 @@ class ModelShape:
 
     def group_flops(self, prompt: int, completions: list[int]) -> float:
         """One forward pass over completions of these lengths and their prompt, which is computed once."""
-        alone = self.forward_flops(prompt)
-        behind = (self.forward_flops(prompt + length) - alone + 2.0 * self.head * length for length in completions)
-        return alone + sum(behind)
+        return self.forward_flops(prompt) + sum(self.completion_flops(prompt, length) for length in completions)
+
+    def completion_flops(self, prompt: int, length: int) -> float:
+        """What a completion adds to the forward pass over its prompt."""
+        return self.forward_flops(prompt + length) - self.forward_flops(prompt) + 2.0 * self.head * length
 
 
 def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept", longest_shared: float = 0) -> TrainGroup:

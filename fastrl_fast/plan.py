@@ -30,7 +30,8 @@ FORMULAS = {
     "sampler": ("the sampler's weights", "b P"),
     "gradients": (
         "gradients",
-        "4 P / R, and 4 P until the last of several micro-batches (of one: 4 of what is gathered)",
+        "4 P / R, and 4 P until the last of several micro-batches (4 of what is gathered where there is one, or with "
+        "updates.reduce_gradients microbatch)",
     ),
     "gathered": ("gathered weights", "b (embedding, head and two layers)"),
     "activations": (

@@ -202,8 +202,9 @@ class Trainer:
         ranks = distributed.world_size()
         divisor = packing.Divisor(update.divisor.loss_tokens / ranks, update.divisor.loss_sequences / ranks)
         limit = self.config.rollout.max_completion_tokens
+        always = self.config.updates.reduce_gradients == "microbatch"
         for number, batch in enumerate(update.batches, start=1):
-            distributed.set_last_microbatch(self.parts.policy, number == len(update.batches))
+            distributed.reduce_gradients(self.parts.policy, always or number == len(update.batches))
             evaluate = partial(
                 policy_loss, batch=batch, objective=self.objective, divisor=divisor, max_completion_tokens=limit
             )

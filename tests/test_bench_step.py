@@ -1,5 +1,7 @@
-"""The arithmetic behind bench.step and bench.scaling: loads, floor, traffic, and the table of the document."""
+"""The benches of whole updates: loads, floor, traffic, the table of the document, and that they run, at tiny sizes."""
 
+import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ if not (ROOT / "bench").is_dir():
     pytest.skip("the benches are not beside these tests", allow_module_level=True)
 sys.path.append(str(ROOT))  # behind what is installed: only `bench` is taken from here
 
-from bench import scaling  # noqa: E402
+from bench import scaling, step, versus_trl  # noqa: E402
 from bench.floor import update_flops  # noqa: E402
 from bench.load import make_groups, spread_lengths  # noqa: E402
 from fastrl_fast.memory import ModelSize  # noqa: E402
@@ -53,7 +55,55 @@ def test_traffic_by_hand():
     traffic = scaling.update_traffic(SIZE, ranks=2, width=2, microbatches=2)
     assert traffic == {"gather": (4 * SIZE.parameters - 2 * root) * 2 / 2, "reduce": SIZE.parameters * 4 / 2}
     assert scaling.update_traffic(SIZE, ranks=1, width=2, microbatches=2) == {"gather": 0, "reduce": 0}
+    often = scaling.update_traffic(SIZE, ranks=2, width=2, microbatches=2, reductions=2)
+    assert often == {"gather": traffic["gather"], "reduce": 2 * traffic["reduce"]}
 
 
 def test_the_document_has_the_table_of_today():
     assert "\n".join(scaling.table()) in (ROOT / "docs" / "scaling.md").read_text()
+
+
+def test_bench_step_runs(monkeypatch, tmp_path, capsys):
+    """With phases, and with every variant of a layout of which pruning keeps one rollout in two."""
+    layout = step.Layout("2 x 6/4", 6, [[4, 3], [2, 4]], 0.5, 1)
+    monkeypatch.setattr(step, "layouts", lambda *, geometry_groups: [layout])
+    file = tmp_path / "step.json"
+    monkeypatch.setattr(sys, "argv", ["bench.step", "--quick", "--threads", "1", "--json", str(file)])
+    assert step.main() == 0
+    record = json.loads(file.read_text())
+    assert [row["variant"] for row in record["rows"]] == [f"kept 1, {v}" for v in step.VARIANTS] + [*step.VARIANTS]
+    assert all(0 < row["floor"] < row["timing"]["median"] for row in record["rows"]), "nothing beats its own GEMMs"
+    assert set(record["phases"]) == set(step.PHASE_RUNS)
+    for phases in record["phases"].values():
+        assert 0 < phases["update"] < phases["step"]
+    (line,) = record["ratios"]
+    assert line.startswith("0.6M 2 x 6/4: plain packed / kept 1, shared prompt ")
+    assert capsys.readouterr().out.endswith(line + "\n"), "the ratios come last"
+
+
+HAS_TRL = importlib.util.find_spec("trl") is not None
+
+
+@pytest.mark.reference
+@pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed: pip install 'fastrl_fast[reference]'")
+def test_bench_versus_trl_runs(monkeypatch, tmp_path):
+    """Both sides agree on loss and gradient (main asserts it), and every figure is there."""
+    monkeypatch.chdir(ROOT)  # its sides are `python -m bench.versus_side`
+    file = tmp_path / "versus.json"
+    arguments = ["--quick", "--threads", "1", "--sides", "ours", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["bench.versus_trl", *arguments])
+    assert versus_trl.main() == 0
+    medians = json.loads(file.read_text())["medians"]
+    assert set(medians["planned"]) == {"ours plain", "ours mdap", "trl plain"}
+    assert set(medians["sampled"]) == {"ours plain", "ours lot", "trl plain"}
+    for row in (row for rows in medians.values() for row in rows.values()):
+        assert 0 < row["update"] <= row["step"] and row["tokens"] > 0
+    assert medians["planned"]["ours mdap"]["kept"] < medians["planned"]["ours plain"]["kept"] == 16
+
+
+@pytest.mark.skipif(HAS_TRL, reason="TRL is installed")
+def test_bench_versus_trl_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.versus_trl", "--quick"])
+    with pytest.raises(SystemExit):
+        versus_trl.main()
+    assert "needs TRL: pip install 'fastrl_fast[reference]'" in capsys.readouterr().err

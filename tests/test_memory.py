@@ -111,6 +111,8 @@ def test_sharding_divides_states_but_not_what_a_micro_batch_needs():
         assert getattr(one, name) == getattr(many, name)
     deferred = estimate_memory(size, settings, ranks=64)
     assert deferred.gradients == many.parameters + 4 * size.parameters > many.gradients
+    often = replace(settings, updates=replace(settings.updates, reduce_gradients="microbatch"))
+    assert estimate_memory(size, often, ranks=64) == many
 
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_all():

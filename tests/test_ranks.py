@@ -72,7 +72,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 
 
 SCENARIOS = ("plain", "pruned", "kl_and_two_updates", "dead_elsewhere", "two_sequences", "aero", "refilled", "aligned")
-SCENARIOS += ("skipping", "cut_over_the_step", "matched", "unshared", "untied_gspo")
+SCENARIOS += ("skipping", "cut_over_the_step", "matched", "unshared", "untied_gspo", "reduced_often")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -107,6 +107,25 @@ def test_sharing_prompts_changes_no_update(steps: dict[int, dict], ranks: int) -
     assert apart.norm() <= 1e-4 * moved.norm()
     assert shared["metrics"]["flops_shared/update"] > 0 == unshared["metrics"]["flops_shared/update"]
     assert shared["metrics"]["flops/update"] < unshared["metrics"]["flops/update"]
+
+
+def test_gradients_are_reduced_once_or_with_every_micro_batch(steps: dict[int, dict]) -> None:
+    """For each unit (two layers and the rest), with one forward pass per micro-batch besides the two that check
+    sharing."""
+    once, often = (steps[2][name] for name in ("plain", "reduced_often"))
+    microbatches = once["forwards"] - 2
+    assert microbatches > 1 and often["forwards"] == once["forwards"]
+    assert (once["reductions"], often["reductions"]) == (3, 3 * microbatches)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "scenario, alone", [("plain", "unshared"), ("reduced_often", "unshared"), ("pruned", "pruned")]
+)
+def test_gradients_are_those_of_one_rank(steps: dict[int, dict], scenario: str, alone: str, ranks: int) -> None:
+    """Issue 5's bound, 1e-5 of the gradient's size; where nothing is pruned one rank has a prompt for each rollout."""
+    (one,), (many,) = steps[1][alone]["gradients"], steps[ranks][scenario]["gradients"]
+    assert (many - one).norm() <= 1e-5 * one.norm() > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -3,6 +3,7 @@
 q, out [T, heads, D], k, v [T, kv heads, D], lse [T, heads] float32 (float64 for float64): all as one packed row.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -26,12 +27,14 @@ class Borders:
 class Call:
     """Which rows ask which: a slice of T, [n, L] indices of n equal blocks, or [R] indices of blocks cut by `borders`.
 
-    `causal` blocks look at themselves up to the query; others look at all keys of their block.
+    The last query of a `causal` block sees the last of its keys, each before it one less; others look at all keys of
+    their block. `again`: an earlier causal call has had the same keys.
     """
 
     queries: Rows
     keys: Rows
     causal: bool
+    again: bool = False
     borders: Borders | None = None
 
 
@@ -56,7 +59,7 @@ class Blocks:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """out and lse of the call's queries."""
         heads = self._queries(q, call.queries), self._keys(k, call.keys), self._keys(v, call.keys)
-        mask = self._mask(call, heads[0])
+        mask = self._mask(call, *heads[:2])
         if self.products:
             out, lse = _products_forward(*heads, mask, self.scores)
         else:
@@ -72,7 +75,7 @@ class Blocks:
         g, qs, outs = (self._queries(x, call.queries) for x in (grad, q, out))
         sums = self._queries(lse[..., None], call.queries)[..., 0]
         ks, vs = self._keys(k, call.keys), self._keys(v, call.keys)
-        mask = self._mask(call, qs)
+        mask = self._mask(call, qs, ks)
         if self.products:
             gq, gk, gv = _products_backward(g, qs, ks, vs, outs, sums, mask, self.scores)
         else:
@@ -102,15 +105,24 @@ class Blocks:
         blocks = x.sum(1).unflatten(0, (-1, self.kv_heads)).transpose(1, 2)
         return blocks.squeeze(0) if isinstance(rows, slice) else blocks
 
-    def _mask(self, call: Call, q: Tensor) -> Tensor | None:
-        """What to add to the scores of a causal call; None where causality alone says it."""
-        length, window = q.shape[2], self.scores.window
-        reach = length if window is None else min(window, length)
-        if not call.causal or (reach == length and not self.products):
+    def _mask(self, call: Call, q: Tensor, k: Tensor) -> Tensor | None:
+        """What to add to the scores of a causal call; None where the kernel's own causality says it."""
+        rows, columns, window = q.shape[2], k.shape[2], self.scores.window
+        reach = None if window is None or window >= columns else window
+        if not call.causal or (rows == columns and reach is None and not self.products):
             return None
-        age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None]
-        seen = (age >= 0) & (age < reach)
-        return torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -math.inf)
+        # The corner of a larger mask is the mask of a smaller call.
+        corner = _mask(1 << (rows - 1).bit_length(), 1 << (columns - 1).bit_length(), reach, q.dtype, q.device)
+        return corner[-rows:, -columns:]
+
+
+@functools.lru_cache(maxsize=16)
+def _mask(rows: int, columns: int, reach: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where one of the last `rows` of `columns` tokens sees itself or one of the `reach` - 1 before it, else -inf."""
+    last = torch.arange(columns - rows, columns, device=device)
+    age = last[:, None] - torch.arange(columns, device=device)
+    seen = age >= 0 if reach is None else (age >= 0) & (age < reach)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor | None]:

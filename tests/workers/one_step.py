@@ -7,8 +7,10 @@ import dataclasses
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl_fast import distributed
 from fastrl_fast.accuracy import build_grader
@@ -45,6 +47,7 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
     change = dataclasses.replace
     return {
         "plain": plain,
+        "reduced_often": change(plain, updates=UpdatesConfig(tokens_per_microbatch=64, reduce_gradients="microbatch")),
         "unshared": change(plain, updates=UpdatesConfig(tokens_per_microbatch=64, share_prompts=False)),
         "pruned": change(
             plain, prune=PruneConfig(method="mdap", tau=1.0, weighting="multiplicity"), loss=LossConfig(kind="dapo")
@@ -99,18 +102,38 @@ def scenarios(model: str, data: str, reward: str) -> dict[str, Config]:
     }
 
 
+class Reductions(TorchDispatchMode):
+    """Counts the calls in which FSDP2 adds up gradients: one for each of its units."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().startswith("c10d::_reduce_scatter_base_")
+        return func(*args, **(kwargs or {}))
+
+
 def run(config: Config, device: torch.device, folder: Path) -> dict[str, object]:
     with build_grader(config.reward) as grader:
         parts = build_parts(config, load_inputs(config, grader), grader, device, folder=folder, log=None)
         trainer = Trainer(config, parts, total_steps=10)
         if isinstance(parts.budget, GresoBudget):
             parts.budget.alike = {prompt.id: (9, "hard") for prompt in parts.data.first(8)[1:]}
-        start = whole_weights(parts)
-        return {"start": start, "metrics": trainer.step(), "weights": whole_weights(parts)}
+        start, forwards, gradients = whole_weights(parts), [], []
+        parts.policy.head.register_forward_hook(lambda *_: forwards.append(1))
+        parts.optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(parts)))
+        with Reductions() as reductions:
+            metrics = trainer.step()
+        counts = {"forwards": len(forwards), "reductions": reductions.count}
+        return {"start": start, "metrics": metrics, "weights": whole_weights(parts), "gradients": gradients, **counts}
 
 
 def whole_weights(parts: Parts) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in full_weights(parts.policy)}
+
+
+def whole_gradient(parts: Parts) -> torch.Tensor:
+    gradients = (p.grad for p in parts.policy.parameters())
+    return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).flatten() for g in gradients])
 
 
 def main() -> None:

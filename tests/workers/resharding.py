@@ -16,6 +16,8 @@ from torch import nn
 
 from fastrl_fast import distributed
 from fastrl_fast.checkpoint import Checkpointer, complete, shards
+from fastrl_fast.config import OptimizerConfig
+from fastrl_fast.optimizer import build_optimizer
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -23,7 +25,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 1))
     distributed.shard(model, list(model), dtype=torch.float32, device=torch.device("cpu"))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, build_optimizer(model.parameters(), OptimizerConfig(lr=0.1))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
