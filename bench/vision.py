@@ -102,7 +102,6 @@ def cases(setting: timing.Setting) -> Iterable[timing.Case]:
         yield case(policy, (4, 5), 8, wanted=1.0, device=setting.device)
         return
     yield case(policy, (32, 31), 200, wanted=3.0, device=setting.device)
-    yield case(policy, (16, 16), 200, wanted=1.5, device=setting.device)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def read_tower(config: Any) -> TowerShape | None:
         return None
     config = copy.deepcopy(config)
     config.text_config.num_hidden_layers = 1
-    config.text_config.layer_types = config.text_config.layer_types and config.text_config.layer_types[:1]
+    if getattr(config.text_config, "layer_types", None):
+        config.text_config.layer_types = config.text_config.layer_types[:1]
     with torch.device("meta"):
         return TowerShape.of(AutoModelForImageTextToText.from_config(config).base_model.visual, config.vision_config)
 

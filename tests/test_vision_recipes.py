@@ -15,6 +15,7 @@ from fastrl_fast.accuracy import build_grader
 from fastrl_fast.config import Config
 from fastrl_fast.data import PromptData
 from fastrl_fast.demo.shapes import examples
+from fastrl_fast.evaluate import evaluate
 from fastrl_fast.loss import build_objective
 from fastrl_fast.rewards import Grader
 from fastrl_fast.train import Inputs, build_parts, load_inputs
@@ -142,3 +143,13 @@ def test_every_combination_trains_on_a_cpu(make, files, process_group, data: str
     assert sum(step["flops/update"] for step in steps) > 0
     moved = [name for name, weight in named.items() if not torch.equal(before[name], weight)]
     assert any(".visual." in name for name in moved) and any(".layers." in name for name in moved)
+
+
+def test_accuracy_on_a_held_out_file(files: dict[str, Path], process_group: torch.device) -> None:
+    """avg@16 and pass@16 of the paper's evaluation; chances of what is right a third of the time."""
+    settings = (f"--eval.path={files['geoqa8k']}", "--eval.samples=16", "--model.path=builtin:shapes")
+    config = parse("geoqa8k_cpu", "grpo", "plain", f"--data.path={files['geoqa8k']}", *settings)
+    result = evaluate(config, None, process_group)
+    assert set(result) == {"avg@16", "pass@2", "pass@4", "pass@8", "pass@16", "ungraded"}
+    assert 0.1 < result["avg@16"] < result["pass@2"] < result["pass@16"] <= 1 and result["ungraded"] == 0
+    assert parse("geometry3k", "grpo", "plain").eval.samples == parse("geoqa8k", "grpo", "plain").eval.samples == 16
