@@ -5,18 +5,23 @@ import os
 import random
 import re
 from collections import Counter
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
 from PIL import Image
 
 from fastrl_fast import cli
+from fastrl_fast.accuracy import build_grader
 from fastrl_fast.data import load_rows
 from fastrl_fast.demo import SHAPES_MODEL_DIR
 from fastrl_fast.demo.pretrain_shapes import sampled_accuracy
 from fastrl_fast.demo.shapes import COLOURS, QUESTIONS, RIGHT_SHARE, demonstration, examples
 from fastrl_fast.demo.task import UNTAGGED_SHARE
+from fastrl_fast.train import build_parts, load_inputs
+from fastrl_fast.trainer import Trainer
 
 
 def pixels(row: dict) -> dict[tuple[int, int], tuple[int, int, int]]:
@@ -101,3 +106,15 @@ def test_folder_is_small() -> None:
 def test_base_model_is_right_in_20_to_45_percent_because_of_what_it_was_shown() -> None:
     accuracy = sampled_accuracy(SHAPES_MODEL_DIR, 384, 11)
     assert 0.20 <= accuracy["all"] <= 0.45, accuracy
+
+
+def test_training_raises_the_share_of_right_answers(process_group: torch.device, tmp_path: Path) -> None:
+    """A third of the recipe's steps: from about a quarter to about a half."""
+    arguments = ["--config=shapes", "--data.path=shapes:train?size=400", "--eval.path=null", "--reward.workers=1"]
+    config, _ = cli.parse(arguments, prog="train")
+    with build_grader(config.reward) as grader:
+        inputs = load_inputs(config, grader)
+        parts = build_parts(config, inputs, grader, process_group, folder=tmp_path, log=None)
+        trainer = Trainer(config, parts, total_steps=20)
+        right = [trainer.step()["reward/exact"] for _ in range(20)]
+    assert sum(right[-5:]) / 5 > sum(right[:5]) / 5 + 0.1, right
