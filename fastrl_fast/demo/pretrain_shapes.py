@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fastrl_fast.builtin import tiny_vlm
 from fastrl_fast.builtin.words import build_tokenizer
@@ -39,7 +39,7 @@ def to_prompt(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, image
     return Prompt(example["prompt"], tokens, example["prompt"], example, pictures)
 
 
-def build(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def build(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """A Qwen2.5-VL of about half a million random weights; with transformers' own width of 0.02 its narrow layers pass
     on next to nothing, and learn several times slower."""
     lm = tiny_vlm.build(tokenizer)
@@ -117,7 +117,7 @@ def sampled_accuracy(folder: Path, count: int, seed: int) -> dict[str, float]:
     return {key: right[key] / seen[key] for key in (*QUESTIONS, "all")}
 
 
-def save(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save(policy: Policy, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes tokenizer, image processor and a bfloat16 copy of the weights as transformers reads them."""
     blank = tiny_vlm.build(tokenizer).bfloat16()
     blank.load_state_dict(policy.lm.state_dict(), strict=False)
