@@ -13,15 +13,14 @@ from typing import Any
 
 import timing
 import torch
+from shared_prompt import update
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from fastrl_fast import packing
-from fastrl_fast.microbatches import plan_microbatches
 from fastrl_fast.model import Policy
 from fastrl_fast.types import Picture
 
-TOKENS_PER_MICROBATCH = 16384
 VOCABULARY, IMAGE = 4096, 4092
 PATCH_VALUES = 3 * 2 * 14 * 14
 
@@ -60,31 +59,14 @@ def sequences(grid: tuple[int, int], text: int, completion: int, count: int, *, 
     return [packing.Sequence(prompt, answer, zeros, 1.0, 1.0, group, (picture,)) for answer in answers]
 
 
-def update(policy: Policy, rollouts: list[packing.Sequence], device: str) -> timing.Run:
-    plan = plan_microbatches(rollouts, ranks=1, tokens_per_microbatch=TOKENS_PER_MICROBATCH, shape=policy.shape)[0]
-    batches = [packing.pack([rollouts[i] for i in members], read).to(torch.device(device)) for members in plan]
-
-    def run() -> dict[str, Any]:
-        policy.zero_grad(set_to_none=True)
-        loss = 0.0
-        for batch in batches:
-            logprobs, _ = policy(batch)
-            part = logprobs.sum() / len(rollouts)
-            part.backward()
-            loss += float(part.detach())
-        return {"loss": loss, "gradient": torch.cat([p.grad.flatten() for p in policy.parameters()])}
-
-    return run
-
-
-def case(policy: Policy, grid: tuple[int, int], completion: int, *, wanted: float, device: str) -> timing.Case:
+def case(policy: Policy, grid: tuple[int, int], completion: int, *, wanted: float) -> timing.Case:
     def check(results: dict[str, Any]) -> None:
         ours, theirs = results.values()
         assert abs(ours["loss"] - theirs["loss"]) <= 1e-5 * abs(theirs["loss"])
         assert (ours["gradient"] - theirs["gradient"]).norm() <= 1e-4 * theirs["gradient"].norm()
 
     runs = {
-        name: update(policy, sequences(grid, 16, completion, 8, share=share), device)
+        name: update(policy, sequences(grid, 16, completion, 8, share=share), read)
         for name, share in (("shared", True), ("a prompt each", False))
     }
     tokens = grid[0] * grid[1] + 32
@@ -99,9 +81,9 @@ def case(policy: Policy, grid: tuple[int, int], completion: int, *, wanted: floa
 def cases(setting: timing.Setting) -> Iterable[timing.Case]:
     policy = make_policy(setting.device)
     if setting.quick:
-        yield case(policy, (4, 5), 8, wanted=1.0, device=setting.device)
+        yield case(policy, (4, 5), 8, wanted=1.0)
         return
-    yield case(policy, (32, 31), 200, wanted=3.0, device=setting.device)
+    yield case(policy, (32, 31), 200, wanted=3.0)
 
 
 if __name__ == "__main__":
