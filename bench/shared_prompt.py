@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fastrl_fast.microbatches import plan_microbatches
 from fastrl_fast.model import Policy
-from fastrl_fast.packing import Sequence, pack
+from fastrl_fast.packing import PixelReader, Sequence, pack
 
 TOKENS_PER_MICROBATCH = 16384
 
@@ -47,9 +47,10 @@ def sequences(prompt: int, completion: int, count: int, *, share: bool) -> list[
     return [Sequence(asked, answer, [0.0] * completion, 1.0, 1.0, group) for answer in answers]
 
 
-def update(policy: Policy, rollouts: list[Sequence]) -> timing.Run:
+def update(policy: Policy, rollouts: list[Sequence], read: PixelReader | None = None) -> timing.Run:
     plan = plan_microbatches(rollouts, ranks=1, tokens_per_microbatch=TOKENS_PER_MICROBATCH, shape=policy.shape)[0]
-    batches = [pack([rollouts[i] for i in members]) for members in plan]
+    device = policy.head.weight.device
+    batches = [pack([rollouts[i] for i in members], read).to(device) for members in plan]
 
     def run() -> dict[str, Any]:
         policy.zero_grad(set_to_none=True)
@@ -81,7 +82,7 @@ def case(policy: Policy, prompt: int, completion: int, count: int, *, wanted: fl
     )
 
 
-def cases() -> Iterable[timing.Case]:
+def cases(setting: timing.Setting) -> Iterable[timing.Case]:
     policy = make_policy()
     yield case(policy, 512, 128, 8, wanted=2.5)
     yield case(policy, 1024, 64, 16, wanted=6.0)

@@ -17,8 +17,8 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str
-    """A Hugging Face folder or hub id, `builtin:demo` (the shipped tiny model), `builtin:smollm2` (needs the extra
-    `demo`) or `builtin:tiny_vlm` (reads images, and has learnt nothing)."""
+    """A Hugging Face folder or hub id, `builtin:demo` (the shipped tiny model), `builtin:shapes` (the one that reads
+    images), `builtin:smollm2` (needs the extra `demo`) or `builtin:tiny_vlm` (reads images, and has learnt nothing)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward, backward and sampling; parameters and optimizer state are always kept in float32."""
     activation_checkpointing: bool = False

@@ -10,8 +10,8 @@ class DataConfig:
     """The prompts to train on and how a row becomes a prompt."""
 
     path: str
-    """A .jsonl, .json, .csv or .parquet file, a `datasets` folder or hub id, `demo:train` or
-    `reasoning_gym:TASK?key=value`."""
+    """A .jsonl, .json, .csv or .parquet file, a `datasets` folder or hub id, `demo:train`, `shapes:train` (drawings)
+    or `reasoning_gym:TASK?key=value`."""
     split: str = "train"
     """Split to load from a hub id or a folder with several splits."""
     prompts_per_step: int = 16

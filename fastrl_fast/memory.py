@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import Config
+from .tower import TowerShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = 4
@@ -16,7 +17,8 @@ LOGIT_CHUNK = {"cpu": 60e6, "cuda": 1e9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Widths of a dense decoder with gated feed-forward layers; `queries` and `keys` are heads x head size."""
+    """Widths of a dense decoder with gated feed-forward layers, and what it reads images with; `queries` and `keys` are
+    heads x head size."""
 
     layers: int
     hidden: int
@@ -25,9 +27,10 @@ class ModelSize:
     keys: int
     vocabulary: int
     tied: bool
+    tower: TowerShape | None = None
 
     @classmethod
-    def of(cls, config: Any) -> "ModelSize":
+    def of(cls, config: Any, tower: TowerShape | None = None) -> "ModelSize":
         """Read a transformers configuration, of its language part where it has several."""
         text = config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -38,7 +41,8 @@ class ModelSize:
             queries=head * text.num_attention_heads,
             keys=head * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
             vocabulary=text.vocab_size,
-            tied=text.tie_word_embeddings,
+            tied=config.tie_word_embeddings,  # text parts of some do not say
+            tower=tower,
         )
 
     @property
@@ -54,7 +58,8 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.table * (1 if self.tied else 2) + self.hidden
+        tower = self.tower.parameters if self.tower else 0
+        return self.layers * self.layer_parameters + self.table * (1 if self.tied else 2) + self.hidden + tower
 
     def layer_activation_bytes(self, width: int) -> int:
         """Bytes per token that one layer saves for its backward pass, computed in numbers of `width` bytes.
@@ -78,6 +83,7 @@ class Memory:
     gradients: float
     gathered: float
     activations: float
+    images: float
     head: float
     cache: float
 
@@ -87,7 +93,7 @@ class Memory:
 
     @property
     def update(self) -> float:
-        return self.gradients + self.gathered + self.activations + self.head
+        return self.gradients + self.gathered + self.activations + self.images + self.head
 
     @property
     def total(self) -> float:
@@ -96,33 +102,51 @@ class Memory:
 
 
 def estimate_memory(
-    size: ModelSize, config: Config, *, ranks: int, several_microbatches: bool = True, device: str = "cuda"
+    size: ModelSize,
+    config: Config,
+    *,
+    ranks: int,
+    several_microbatches: bool = True,
+    device: str = "cuda",
+    patches: float = 0.0,
+    step_patches: float = 0.0,
 ) -> Memory:
-    """The peak of one of `ranks` ranks, in bytes; without the CUDA context, the allocator's slack and images.
+    """The peak of one of `ranks` ranks, in bytes; without the CUDA context and the allocator's slack.
 
     With P parameters over R ranks, compute width b: float32 states 4 P / R each for parameters and gradients, 8 P / R
     for AdamW, 4 P / R for a reference; the local sampler's whole copy b P and its cache; FSDP2's whole tables (its root
     keeps them from forward to backward) and two layers. With several micro-batches in an update gradients are reduced
     with the last one alone, and until then every rank holds all of them whole: 4 P; with updates.reduce_gradients
-    microbatch only those of what is gathered. Micro-batches are taken as full; each of their tokens as a target.
+    microbatch only those of what is gathered. Micro-batches are taken as full; each of their tokens as a target. Of
+    images: the float32 pixels of a rank's `step_patches`, and what the tower keeps of the `patches` of one micro-batch,
+    where it is trained; a frozen one has no gradients and no moments.
     """
     width, tokens = BYTES[config.model.dtype], config.updates.tokens_per_microbatch
-    state = STATE_BYTES * size.parameters / ranks
-    tables = size.table * (1 if size.tied else 2)
+    tower = size.tower
+    trained = size.parameters - (tower.parameters if tower and config.model.freeze_vision else 0)
+    state = STATE_BYTES / ranks
     sharded = ranks > 1 or width != STATE_BYTES
-    whole = tables + PREFETCHED_LAYERS * size.layer_parameters
+    whole = size.table * (1 if size.tied else 2) + PREFETCHED_LAYERS * size.layer_parameters
+    whole += tower.token_weights if tower else 0
+    gradients = state * trained
     deferred = several_microbatches and config.updates.reduce_gradients == "update"
-    gradients = state
     if sharded:
-        gradients += STATE_BYTES * (size.parameters if deferred else whole)
+        gradients += STATE_BYTES * (trained if deferred else whole)
+    checkpointing = config.model.activation_checkpointing
+    images = 0.0
+    if tower:
+        images = STATE_BYTES * tower.patch_values * step_patches
+        if not config.model.freeze_vision:
+            images += patches * tower.activation_bytes(width, checkpointing=checkpointing)
     return Memory(
-        parameters=state,
-        optimizer=2 * state,
-        reference=state if config.loss.kl_coef > 0 else 0.0,
+        parameters=state * size.parameters,
+        optimizer=2 * state * trained,
+        reference=state * size.parameters if config.loss.kl_coef > 0 else 0.0,
         sampler=width * size.parameters,
         gradients=gradients,
         gathered=width * whole if sharded else 0,
-        activations=tokens * _activation_bytes(size, width, checkpointing=config.model.activation_checkpointing),
+        activations=tokens * _activation_bytes(size, width, checkpointing=checkpointing),
+        images=images,
         head=_head_bytes(size, width, tokens) + LOGIT_CHUNK[device],
         cache=config.rollout.tokens_per_batch * size.layers * 2 * size.keys * width,
     )

@@ -28,6 +28,7 @@ from .ops import packed_logprobs
 from .ops.packed_attention import Segments, packed_attention, segments
 from .ops.prefix_attention import PrefixPlan, plan_prefixes, prefix_attention
 from .packing import ModelShape, Sequence, pack
+from .tower import TowerShape
 from .types import PackedBatch
 from .vision import KINDS, barred_tokens, save_processor
 
@@ -137,14 +138,15 @@ class Policy(nn.Module):
         """What the cost of a sequence depends on; call it before sharding."""
         config = self.lm.config.get_text_config()
         embedding = sum(p.numel() for p in self.lm.get_input_embeddings().parameters())
-        tower = sum(p.numel() for p in self.tower.parameters()) if self.tower is not None else 0
-        inner = sum(p.numel() for p in self.decoder.parameters()) - tower - embedding
+        tower = TowerShape.of(self.tower, self.lm.config.vision_config) if self.tower is not None else None
+        inner = sum(p.numel() for p in self.decoder.parameters()) - (tower.parameters if tower else 0) - embedding
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return ModelShape(
             parameters=inner,
             layers=config.num_hidden_layers,
             hidden=config.num_attention_heads * head_size,
             head=self.head.weight.numel(),
+            tower=tower,
         )
 
     @property

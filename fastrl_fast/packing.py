@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .positions import going_on, prompt_positions
 from .prune import UNGRADED, counted
+from .tower import TowerShape
 from .types import Group, PackedBatch, Picture, Rollout
 
 
@@ -54,12 +55,13 @@ class Divisor:
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the cost of a sequence depends on: parameters outside the embedding, layers, width of the attention (heads x
-    head size), and weights of the head, which is paid for completion tokens only."""
+    head size), weights of the head, which is paid for completion tokens only, and what reads images."""
 
     parameters: int
     layers: int
     hidden: int
     head: int = 0
+    tower: TowerShape | None = None
 
     def forward_flops(self, length: int) -> float:
         """2 P L for the weights and 2 x layers x hidden x L^2 for causal attention (scores and values, half of
@@ -73,6 +75,10 @@ class ModelShape:
     def completion_flops(self, prompt: int, length: int) -> float:
         """What a completion adds to the forward pass over its prompt."""
         return self.forward_flops(prompt + length) - self.forward_flops(prompt) + 2.0 * self.head * length
+
+    def tower_flops(self, pictures: abc.Sequence[Picture]) -> float:
+        """One forward pass of the vision tower over these images."""
+        return sum(self.tower.forward_flops(picture.grid) for picture in pictures) if self.tower else 0.0
 
 
 def to_train_group(group: Group, *, divisor: Literal["kept", "all"] = "kept", longest_shared: float = 0) -> TrainGroup:
@@ -133,9 +139,15 @@ def shared_runs(sequences: list[Sequence]) -> list[list[Sequence]]:
 
 
 def microbatch_flops(sequences: list[Sequence], shape: ModelShape) -> float:
-    """One forward pass over a micro-batch of these sequences."""
+    """One forward pass over a micro-batch of these sequences, their images included."""
     runs = shared_runs(sequences)
-    return sum(shape.group_flops(len(run[0].prompt_ids), [len(s.completion_ids) for s in run]) for run in runs)
+    language = sum(shape.group_flops(len(run[0].prompt_ids), [len(s.completion_ids) for s in run]) for run in runs)
+    return language + microbatch_tower_flops(sequences, shape)
+
+
+def microbatch_tower_flops(sequences: list[Sequence], shape: ModelShape) -> float:
+    """The vision tower's part of `microbatch_flops`."""
+    return sum(shape.tower_flops(run[0].pictures) for run in shared_runs(sequences))
 
 
 @dataclass(slots=True)

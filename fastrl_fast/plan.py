@@ -1,5 +1,6 @@
 """What a run would do and need: `train --dry_run` reads config, data and rewards, starts nothing and writes nothing."""
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,12 @@ from .data import PromptData
 from .memory import Memory, ModelSize, estimate_memory
 from .method_config import ARS, STAGED
 from .model import load_tokenizer
+from .packing import ModelShape, microbatch_flops, microbatch_tower_flops, to_train_group
 from .rewards.registry import build, find
+from .savings import Passes, flop_sums
 from .tables import build_console, print_line, print_table
-from .types import Prompt
-from .vision import load_images
+from .types import Group, Prompt, Rollout
+from .vision import load_images, read_tower
 
 RANKS = (1, 2, 4, 8)
 """Numbers of ranks that the memory is estimated for, besides those of the command itself."""
@@ -38,6 +41,7 @@ FORMULAS = {
         "activations",
         "L ((4 b + 8) H + 4 b I + 3 b Q + 2 b K) T; less with checkpointing",
     ),
+    "images": ("images", "4 x values of a step's patches; what the trained tower keeps of a micro-batch's"),
     "head": ("the loss", "8 H T, the gradients of head and embedding, one chunk of logits"),
     "cache": ("keys and values", "2 L K b rollout.tokens_per_batch"),
     "total": ("at most", "all but the smaller of the update's part and keys and values"),
@@ -91,7 +95,51 @@ class Plan:
             tokens *= min(updates.rollouts_per_update / self.rollouts, 1.0)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         several = tokens > updates.tokens_per_microbatch
-        return estimate_memory(self.size, self.config, ranks=ranks, several_microbatches=several, device=device)
+        patches, step_patches = self._patches(prompt)
+        return estimate_memory(
+            self.size,
+            self.config,
+            ranks=ranks,
+            several_microbatches=several,
+            device=device,
+            patches=patches,
+            step_patches=step_patches / ranks,
+        )
+
+    def _patches(self, prompt_tokens: float) -> tuple[float, float]:
+        """Patches of a full micro-batch, at least those of the largest prompt, and of all micro-batches of a step."""
+        counts = [sum(picture.patches for picture in prompt.pictures) for prompt in self.prompts]
+        mean, group, limit = sum(counts) / len(counts), self.config.budget.group_size, self.config.rollout
+        computed = 1 if self.config.updates.share_prompts else group
+        row = computed * prompt_tokens + group * limit.max_completion_tokens
+        full = self.config.updates.tokens_per_microbatch / row * computed * mean
+        return max(full, *counts), self.config.data.prompts_per_step * computed * mean
+
+    def flops(self) -> tuple[dict[str, float], float]:
+        """FLOPs of a step by phase, had no rollout been dropped and every completion its full length, and the vision
+        tower's part of them all."""
+        config, size = self.config, self.size
+        shape = ModelShape(
+            parameters=size.layers * size.layer_parameters + size.hidden,
+            layers=size.layers,
+            hidden=size.queries,
+            head=size.table,
+            tower=size.tower,
+        )
+        long = math.inf if config.updates.share_prompts else 0.0
+        completion = Rollout([0] * config.rollout.max_completion_tokens, [], "length")
+        groups = [Group(prompt, [completion] * config.budget.group_size) for prompt in self.first]
+        passes = Passes.of(config, updates=config.updates.minibatches)
+        forward = tower = 0.0
+        for group in groups:
+            sequences = to_train_group(group, longest_shared=long).sequences
+            forward += microbatch_flops(sequences, shape)
+            tower += microbatch_tower_flops(sequences, shape)
+        sums = flop_sums(groups, shape, passes, forward=forward, tower=tower, longest_shared=long)
+        phases = ("generation", "old", "reference", "update")
+        images = sum(shape.tower_flops(group.prompt.pictures) for group in groups)
+        images += sum(passes.cost(phase, 0.0, tower) for phase in phases[1:])
+        return {phase: sums[f"flops/{phase}"] for phase in phases}, images
 
 
 def total_steps(config: Config, *, prompts: int) -> int:
@@ -122,12 +170,14 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
     lines = [
         ["recipe", recipe],
         ["model", f"{config.model.path}: {size.parameters / 1e6:.2f}M parameters, {size.layers} layers"],
+        *_images(plan),
         ["data", f"{config.data.path}: {len(plan.prompts)} prompts ({plan.dropped} too long)"],
         ["prompt tokens", f"{min(lengths)} to {max(lengths)}, {sum(lengths) / len(lengths):.1f} on average"],
         ["steps", f"{plan.steps} of {config.data.prompts_per_step} prompts, {passes:.2f} passes over the data"],
         ["rollouts per prompt", _group_sizes(config.budget)],
         ["rollouts per step", f"{plan.rollouts} (budget.kind {config.budget.kind})"],
         ["completion tokens per step", f"at most {samples:,} ({config.rollout.max_completion_tokens} each)"],
+        ["TFLOP per step", f"at most {_flops(plan)}"],
         ["method", f"prune {config.prune.method}, loss {config.loss.kind}, advantage {config.advantage.preset}"],
         ["updates per step", _updates(config)],
         ["rewards", ", ".join(f"{term.weight:g} {term.name}" for term in config.reward.terms)],
@@ -137,8 +187,28 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
     if plan.held_out:
         often = f", every {config.eval.every} steps" if config.eval.every else ""
         what = f"{plan.held_out} prompts x {config.eval.samples}, before and after{often}"
-        lines.insert(4, ["held out", f"{config.eval.path}: {what}"])
+        lines.insert([name for name, _ in lines].index("steps"), ["held out", f"{config.eval.path}: {what}"])
     return lines
+
+
+def _images(plan: Plan) -> list[list[str]]:
+    """What a model that reads images does with them."""
+    tower = plan.size.tower
+    if tower is None:
+        return []
+    state = "frozen" if plan.config.model.freeze_vision else "trained"
+    tokens = [picture.tokens for prompt in plan.prompts for picture in prompt.pictures] or [0]
+    spread = f"{min(tokens)} to {max(tokens)}, {sum(tokens) / len(tokens):.1f} on average"
+    return [
+        ["vision tower", f"{tower.parameters / 1e6:.2f}M of them, {tower.layers} layers, {state}"],
+        ["tokens per image", spread],
+    ]
+
+
+def _flops(plan: Plan) -> str:
+    phases, images = plan.flops()
+    parts = ", ".join(f"{phase} {value / 1e12:.3g}" for phase, value in phases.items() if value)
+    return f"{parts}" + (f"; {images / sum(phases.values()):.1%} in the vision tower" if images else "")
 
 
 def _group_sizes(budget: BudgetConfig) -> str:
@@ -189,6 +259,7 @@ def _check_rewards(config: Config, prompt: Prompt) -> None:
 def _model_size(path: str, config: Config) -> ModelSize:
     """From the model's configuration alone: no weight is read."""
     try:
-        return ModelSize.of(AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code))
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        return ModelSize.of(settings, read_tower(settings))
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path: cannot read {path}: {' '.join(str(error).split())}") from error

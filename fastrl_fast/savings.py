@@ -13,46 +13,64 @@ from .types import Group
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Forward-pass equivalents that a trained sequence costs in each phase after sampling; a backward pass counts
-    two."""
+    """Forward-pass equivalents that a trained sequence costs in each phase after sampling, and its images in the
+    update; a backward pass counts two."""
 
     old: float
     reference: float
     update: float
+    tower: float = 0.0
 
     @classmethod
     def of(cls, config: Config, *, updates: int) -> "Passes":
         several = updates * config.updates.epochs > 1
         recompute = several and config.updates.old_logprobs == "recompute"
         reference = config.loss.kl_coef > 0
-        return cls(old=float(recompute), reference=float(reference), update=3.0 * config.updates.epochs)
+        update = 3.0 * config.updates.epochs
+        tower = update / 3.0 if config.model.freeze_vision else update
+        return cls(old=float(recompute), reference=float(reference), update=update, tower=tower)
+
+    def cost(self, phase: str, language: float, tower: float) -> float:
+        """FLOPs of a phase, from those of one forward pass."""
+        passes = getattr(self, phase)
+        return language * passes + tower * (self.tower if phase == "update" else passes)
 
 
 def flop_sums(
-    groups: list[Group], shape: ModelShape, passes: Passes, *, forward: float, longest_shared: float
+    groups: list[Group],
+    shape: ModelShape,
+    passes: Passes,
+    *,
+    forward: float,
+    longest_shared: float,
+    tower: float = 0.0,
 ) -> dict[str, float]:
     """FLOPs spent by phase, those that dropped rollouts did not cost, and those that shared prompts did not cost.
 
     `forward`: one forward pass over this rank's micro-batches as they were packed, where a shared prompt is computed
-    once in each; every phase after sampling is `passes` of it. Sampling a group is one forward pass over its prompt
-    and one over each completion behind it (algorithms.md 2.4: 2 P T, 2 P T and 6 P T, with the attention's part by the
-    model's shape). Dropped rollouts save what they would have added, sharing their prompt as the kept ones do; a group
-    dropped whole saves its prompt too, and a filtered one all but its sampling. `flops_shared`, over all ranks: a
-    prompt for every kept rollout, less what was spent.
+    once in each, `tower` the vision tower's part of it; every phase after sampling is `passes` of it. Sampling a group
+    is one forward pass over its prompt and one over each completion behind it (algorithms.md 2.4: 2 P T, 2 P T and
+    6 P T, with the attention's part by the model's shape). Dropped rollouts save what they would have added, sharing
+    their prompt as the kept ones do; a group dropped whole saves its prompt too, and a filtered one all but its
+    sampling. `flops_shared`, over all ranks: a prompt for every kept rollout, less what was spent.
     """
-    generation = apart = dropped = 0.0
+    generation = apart = dropped = tower_apart = tower_dropped = 0.0
     for group in groups:
-        prompt = len(group.prompt.token_ids)
+        prompt, images = len(group.prompt.token_ids), shape.tower_flops(group.prompt.pictures)
         lengths = [len(rollout.completion_ids) for rollout in group.rollouts]
         kept = [len(rollout.completion_ids) for rollout in group.rollouts if rollout.kept]
-        generation += _together(shape, prompt, lengths, math.inf)
+        generation += _together(shape, prompt, lengths, math.inf) + images * _prompts(prompt, lengths, math.inf)
         dropped += _together(shape, prompt, lengths, longest_shared) - _together(shape, prompt, kept, longest_shared)
         apart += _together(shape, prompt, kept, 0)
+        computed = _prompts(prompt, kept, longest_shared)
+        tower_dropped += images * (_prompts(prompt, lengths, longest_shared) - computed)
+        tower_apart += images * len(kept)
+    language = forward - tower
     sums = {"flops/generation": generation}
     for name in ("old", "reference", "update"):
-        sums[f"flops/{name}"] = forward * getattr(passes, name)
-        sums[f"flops_saved/{name}"] = dropped * getattr(passes, name)
-        sums[f"flops_shared/{name}"] = (apart - forward) * getattr(passes, name)
+        sums[f"flops/{name}"] = passes.cost(name, language, tower)
+        sums[f"flops_saved/{name}"] = passes.cost(name, dropped, tower_dropped)
+        sums[f"flops_shared/{name}"] = passes.cost(name, apart - language, tower_apart - tower)
     return sums
 
 
@@ -75,6 +93,12 @@ def _together(shape: ModelShape, prompt: int, lengths: list[int], longest_shared
     alone = [length for length in lengths if prompt + length > longest_shared]
     together = shape.group_flops(prompt, sharing) if sharing else 0.0
     return together + sum(shape.group_flops(prompt, [length]) for length in alone)
+
+
+def _prompts(prompt: int, lengths: list[int], longest_shared: float) -> int:
+    """How often their prompt is computed there."""
+    alone = sum(prompt + length > longest_shared for length in lengths)
+    return alone + (alone < len(lengths))
 
 
 def seconds_saved(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:

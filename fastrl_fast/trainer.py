@@ -54,13 +54,14 @@ class Parts:
 
 @dataclass(slots=True)
 class Update:
-    """One optimizer step: this rank's micro-batches and the FLOPs of one forward pass over them, and the divisor and
-    number of sequences over all ranks."""
+    """One optimizer step: this rank's micro-batches and the FLOPs of one forward pass over them, in all and in the
+    vision tower, and the divisor and number of sequences over all ranks."""
 
     batches: list[PackedBatch]
     divisor: packing.Divisor
     sequences: int
     flops: float
+    tower_flops: float
 
 
 class Trainer:
@@ -158,7 +159,8 @@ class Trainer:
         read = self.parts.images.pixel_values if self.parts.images else None
         batches = [packing.pack(members, read).to(self.parts.device) for members in mine]
         flops = sum(packing.microbatch_flops(members, self.parts.shape) for members in mine)
-        return Update(batches, packing.divisor(groups), len(sequences), flops)
+        tower = sum(packing.microbatch_tower_flops(members, self.parts.shape) for members in mine)
+        return Update(batches, packing.divisor(groups), len(sequences), flops, tower)
 
     @phase("score")
     @torch.no_grad()
@@ -246,6 +248,7 @@ class Trainer:
             self.parts.shape,
             savings.Passes.of(self.config, updates=len(updates)),
             forward=sum(update.flops for update in updates),
+            tower=sum(update.tower_flops for update in updates),
             longest_shared=self.longest_shared,
         )
         local = step_report.rollout_sums(groups, terms) | flops

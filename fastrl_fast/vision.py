@@ -1,5 +1,6 @@
 """Images as models of the Qwen-VL family read them: files to upright RGB, placeholders to tokens, pixels to patches."""
 
+import copy
 import io
 import math
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from .config import DataConfig, ModelConfig
+from .tower import TowerShape
 from .types import ImageReader, Picture
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -46,6 +48,18 @@ def load_images(
         message = " ".join(str(error).split())
         raise ValueError(f"model.path: cannot load the image processor of {model.path!r}: {message}") from error
     return QwenImages(processor, tokenizer, config, data)
+
+
+def read_tower(config: Any) -> TowerShape | None:
+    """The vision tower of a model of this configuration, without loading it; None for a model without one."""
+    if config.model_type not in KINDS:
+        return None
+    config = copy.deepcopy(config)
+    config.text_config.num_hidden_layers = 1
+    if getattr(config.text_config, "layer_types", None):
+        config.text_config.layer_types = config.text_config.layer_types[:1]
+    with torch.device("meta"):
+        return TowerShape.of(AutoModelForImageTextToText.from_config(config).base_model.visual, config.vision_config)
 
 
 def save_processor(path: str, out: Path) -> None:

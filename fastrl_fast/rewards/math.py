@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from .answers import bare_answer, final_answer, gold_text, text_of
+from .choices import golds
 from .expression import evaluate
 from .faults import guarded
 from .notation import normalise, split_unit, squeeze
@@ -41,17 +42,20 @@ def math_reward(
     *,
     answer: list[Any],
     finish_reason: list[str] | None = None,
+    choices: list[Any] | None = None,
     **columns: Any,
 ) -> list[float | None]:
     r"""1.0 where the completion's answer equals `answer`, 0.0 where it does not, None where `answer` cannot be read.
 
+    Where a row has `choices`, the right one's letter and its text are both right, whichever of them `answer` is.
     The completion's answer is its last <answer> block, last \boxed or \fbox, `#### ...` or "answer is ...", or the
     whole of a one-line completion. Where `finish_reason` is "length" only a closed block or box counts.
     """
     reasons = finish_reason or [""] * len(completions)
+    offered = choices or [None] * len(completions)
     return [
-        guarded(_score, text_of(completion), gold_text(gold), reason == "length")
-        for completion, gold, reason in zip(completions, answer, reasons, strict=True)
+        guarded(_score, text_of(completion), gold_text(gold), reason == "length", own)
+        for completion, gold, reason, own in zip(completions, answer, reasons, offered, strict=True)
     ]
 
 
@@ -95,7 +99,7 @@ def _readable(right: str) -> bool:
     return all(map(_has_value, sides(right))) or (not _unfit(right) and bool(_library_parse(right)))
 
 
-def _score(text: str, gold: str | None, truncated: bool) -> float | None:
+def _score(text: str, gold: str | None, truncated: bool, choices: Any = None) -> float | None:
     if not gold:
         return None
     answer = final_answer(text, truncated=truncated)
@@ -103,8 +107,9 @@ def _score(text: str, gold: str | None, truncated: bool) -> float | None:
         answer = bare_answer(text)
         if answer is not None and _is_prose(split_unit(named(normalise(answer))[1])[0]):
             answer = None
-    verdict = equal(gold, answer or "")
-    return None if verdict is None else float(verdict)
+    verdicts = [equal(right, answer or "") for right in golds(gold, choices)]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return float(any(known)) if known else None
 
 
 def _is_prose(text: str) -> bool:

@@ -50,7 +50,7 @@ _BUILT_IN = {
             function=math_reward,
             one_by_one=True,
             needs=("answer",),
-            takes=("finish_reason",),
+            takes=("finish_reason", "choices"),
             load=load_math,
         ),
         Reward(name="exact", function=exact_reward, needs=("answer",), takes=()),
