@@ -221,8 +221,7 @@ def test_wrong_types_name_field_rule_and_value(argv, line):
         (["--loss.importance.floor", "3"], "loss.importance.floor must be in [0, loss.importance.cap (2.0)], got 3.0"),
         (
             ["--loss.kind", "gspo", "--loss.importance.kind", "token_mask"],
-            "loss.importance.kind must be none or of sequences where loss.kind is gspo, "
-            "got 'token_mask'",
+            "loss.importance.kind must be none or of sequences where loss.kind is gspo, got 'token_mask'",
         ),
         (
             ["--updates.old_logprobs", "rollout", "--loss.importance.kind", "token_truncate"],
