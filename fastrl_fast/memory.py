@@ -104,12 +104,12 @@ def estimate_memory(
     for AdamW, 4 P / R for a reference; the local sampler's whole copy b P and its cache; FSDP2's whole tables (its root
     keeps them from forward to backward) and two layers. With several micro-batches in an update gradients are reduced
     with the last one alone, and until then every rank holds all of them whole: 4 P. Micro-batches are taken as full;
-    each of their tokens as a target.
+    each of their tokens as a target. What a vLLM engine takes of the same GPU is its own setting, and not counted.
     """
     width, tokens = BYTES[config.model.dtype], config.updates.tokens_per_microbatch
     state = STATE_BYTES * size.parameters / ranks
     tables = size.table * (1 if size.tied else 2)
-    sharded = ranks > 1 or width != STATE_BYTES
+    sharded, local = ranks > 1 or width != STATE_BYTES, config.rollout.engine == "local"
     whole = tables + PREFETCHED_LAYERS * size.layer_parameters
     gradients = state
     if sharded:
@@ -118,12 +118,12 @@ def estimate_memory(
         parameters=state,
         optimizer=2 * state,
         reference=state if config.loss.kl_coef > 0 else 0.0,
-        sampler=width * size.parameters,
+        sampler=width * size.parameters if local else 0.0,
         gradients=gradients,
         gathered=width * whole if sharded else 0,
         activations=tokens * _activation_bytes(size, width, checkpointing=config.model.activation_checkpointing),
         head=_head_bytes(size, width, tokens) + LOGIT_CHUNK[device],
-        cache=config.rollout.tokens_per_batch * size.layers * 2 * size.keys * width,
+        cache=config.rollout.tokens_per_batch * size.layers * 2 * size.keys * width if local else 0.0,
     )
 
 

@@ -24,7 +24,7 @@ from .metrics import RunLog, check_trackers
 from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
 from .optimizer import build_optimizer
 from .rewards import Grader
-from .rollout import Sampler, build_engine, build_sampler
+from .rollout import EngineSampler, Sampler, build_engine, build_sampler
 from .trainer import Parts, Trainer
 from .training_run import TrainingRun
 from .types import Group, ImageReader, Prompt, Rollout
@@ -65,17 +65,24 @@ def train(config: Config, recipe: str, device: torch.device) -> int:
         folder = _open_folder(config, recipe, total_steps)
         with _run_log(folder, config, total_steps) as log:
             parts = build_parts(config, inputs, grader, device, folder=folder, log=log)
-            training = TrainingRun(Trainer(config, parts, total_steps=total_steps))
-            _start(training)
-            try:
-                training.run()
-            except Interrupted as interrupted:
-                if log:
-                    done = training.trainer.steps_done
-                    log.say(f"ended by {interrupted} after step {done}; the same command goes on: {folder}")
-                return interrupted.code
-            if log:
-                _finish(training, folder, log)
+            code = _train(config, parts, total_steps, folder)
+            if isinstance(parts.sampler, EngineSampler):
+                parts.sampler.close()
+            return code
+
+
+def _train(config: Config, parts: Parts, total_steps: int, folder: Path) -> int:
+    training, log = TrainingRun(Trainer(config, parts, total_steps=total_steps)), parts.log
+    _start(training)
+    try:
+        training.run()
+    except Interrupted as interrupted:
+        if log:
+            done = training.trainer.steps_done
+            log.say(f"ended by {interrupted} after step {done}; the same command goes on: {folder}")
+        return interrupted.code
+    if log:
+        _finish(training, folder, log)
     return 0
 
 

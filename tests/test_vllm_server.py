@@ -96,6 +96,14 @@ def test_more_of_a_group_goes_on_where_the_first_call_ended(make_sampler) -> Non
         assert [r.completion_ids for r in whole] != [r.completion_ids for r in other]
 
 
+def test_the_likeliest_tokens_are_asked_for_once(make_sampler) -> None:
+    """vLLM refuses n > 1 at temperature 0."""
+    with FakeServer() as server:
+        group = make_sampler(server).sample(PROMPTS[:1], [3], seed=0, step=0, temperature=0)[0]
+        assert [body["n"] for body in server.asked()] == [1]
+        assert len({tuple(r.completion_ids) for r in group.rollouts}) == 1 and len(group.rollouts) == 3
+
+
 FAULTS = {
     "500": "answered 500",
     "half": "",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def pool(servers: list[FakeServer]) -> Iterator[ServerPool]:
 class StubEngine:
     """The trainer's side of vLLM's NCCL engine in vLLM 0.32, call for call, with a list in the place of NCCL."""
 
-    made: list["StubEngine"] = []
+    made: ClassVar[list["StubEngine"]] = []
 
     def __init__(self, address: str, port: int, size: int, client: Any, source: Any) -> None:
         self.client, self.source, self.size = client, source, size

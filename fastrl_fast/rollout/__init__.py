@@ -56,6 +56,10 @@ class EngineSampler(Sampler, Protocol):
         """Free what only sampling needs, until the next weights come."""
         ...
 
+    def close(self) -> None:
+        """End it, before the process group does."""
+        ...
+
 
 def build_sampler(
     config: RolloutConfig,

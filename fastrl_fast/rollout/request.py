@@ -99,7 +99,7 @@ class RequestMaker:
         the distribution without truncation."""
         config = self.config
         parameters: dict[str, Any] = {
-            "n": request.count,
+            "n": 1 if temperature == 0 else request.count,  # vLLM refuses to draw the likeliest tokens twice
             "seed": request.seed,
             "max_tokens": request.limit,
             "temperature": config.temperature if temperature is None else temperature,
@@ -124,8 +124,14 @@ class RequestMaker:
             if request.limit > 0
         ]
 
-    def rollout(self, completion: Completion) -> Rollout:
-        return finished_rollout(*completion, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
+    def rollouts(self, request: Request, completions: list[Completion]) -> list[Rollout]:
+        """As many as the request counts: a single completion of the likeliest tokens is that of all."""
+        if len(completions) == 1:
+            completions = completions * request.count
+        return [
+            finished_rollout(list(ids), list(logprobs), stop_ids=self.stop_ids, tokenizer=self.tokenizer)
+            for ids, logprobs in completions
+        ]
 
 
 class Groups:
@@ -141,6 +147,7 @@ class Groups:
             self._fill(number, [Rollout([], [], finish_reason="length") for _ in range(requests[number].count)])
 
     def put(self, request: Request, rollouts: list[Rollout]) -> None:
+        """Fill in the answer to a request."""
         assert not self.all[request.number].rollouts, "each request is answered once"
         assert len(rollouts) == request.count, "an answer has as many completions as were asked for"
         self._fill(request.number, rollouts)

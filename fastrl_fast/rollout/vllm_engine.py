@@ -1,5 +1,6 @@
 """Sampling with vLLM in the training process: one engine per rank, whose weights are handed over in place."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -75,6 +76,10 @@ class VllmSampler:
             self.llm.sleep(level=2)
             self._asleep = True
 
+    def close(self) -> None:
+        """Shut the engine down; vLLM takes the process group along."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def _run(self, asked: list[tuple[Request, dict[str, Any]]], groups: Groups) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -90,10 +95,11 @@ class VllmSampler:
                     request = by_id.pop(output.request_id)
                     assert output.prompt_token_ids == request.prompt.token_ids, "vLLM places images as we do"
                     self.cached_tokens += output.num_cached_tokens or 0
-                    groups.put(request, [self.maker.rollout(completion) for completion in _completions(output)])
+                    groups.put(request, self.maker.rollouts(request, _completions(output)))
         finally:
-            if by_id:  # cut short by a signal
-                engine.abort_request(list(by_id))
+            if by_id:  # cut short by a signal, maybe in the middle of a step
+                with contextlib.suppress(Exception):
+                    engine.abort_request(list(by_id))
 
 
 def _engine_prompt(prompt: Prompt) -> dict[str, Any]:

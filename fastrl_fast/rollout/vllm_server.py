@@ -54,7 +54,7 @@ class ServerSampler:
         groups = Groups(requests, finished)
         jobs = [self._job(request, temperature) for request in groups.open]
         for request, completions in self.pool.answers(jobs):
-            groups.put(request, [self.maker.rollout(completion) for completion in completions])
+            groups.put(request, self.maker.rollouts(request, completions))
         return groups.all
 
     def probe(self, prompts: list[Prompt]) -> list[Group]:
@@ -69,12 +69,16 @@ class ServerSampler:
                 self._check_mode(server, request)
                 answer = self.pool.post(server, COMPLETIONS, self._body(request, parameters))
                 if answer is not None:
-                    completions = read_completions(answer, 1)
-                    groups.append(Group(request.prompt, [self.maker.rollout(completions[0])]))
+                    rollouts = self.maker.rollouts(request, read_completions(answer, 1))
+                    groups.append(Group(request.prompt, rollouts))
         return groups
 
     def rest(self) -> None:
         """Servers have memory of their own."""
+
+    def close(self) -> None:
+        """The servers go on."""
+        self.pool.close()
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Hand the policy's weights to every server that is there; rank 0 sends them, and all ranks call this together.
@@ -119,13 +123,14 @@ class ServerSampler:
             )
 
     def _job(self, request: Request, temperature: float | None) -> Job[Request, list[Completion]]:
+        parameters = self.maker.parameters(request, temperature=temperature)
         return Job(
             item=request,
             path=COMPLETIONS,
-            body=self._body(request, self.maker.parameters(request, temperature=temperature)),
+            body=self._body(request, parameters),
             completions=request.count,
             tokens=request.tokens,
-            read=lambda answer: read_completions(answer, request.count),
+            read=lambda answer: read_completions(answer, parameters["n"]),
         )
 
     def _body(self, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:

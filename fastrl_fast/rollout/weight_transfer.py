@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import save_file
@@ -80,7 +81,8 @@ class Weights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {meta.name: meta.dtype for meta in self._metadata}
-        return ((name, tensor.to(dtypes[name])) for name, tensor in self.named)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return ((name, tensor.to(device, dtypes[name])) for name, tensor in self.named)
 
 
 class ServersClient:
@@ -161,9 +163,9 @@ def _connect(address: str, port: int, size: int, client: Any, source: Any) -> An
 
 def _own_address(url: str) -> str:
     """The address of this machine that the server at `url` reaches it by."""
-    host, _, port = url.split("//", 1)[1].split("/")[0].rpartition(":")
+    parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host or port, int(port) if host and port.isdecimal() else 80))
+        probe.connect((parts.hostname, parts.port or 80))
         name: str = probe.getsockname()[0]
     return name
 
