@@ -131,7 +131,8 @@ class ServerPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _begin(self) -> tuple[httpx2.AsyncClient, asyncio.Condition]:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        # vLLM's servers close what was idle for 5 s: a request on its way meanwhile would look like a failure.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         # A proxy of the environment is for the world outside.
         return httpx2.AsyncClient(limits=limits, trust_env=False), asyncio.Condition()
 
