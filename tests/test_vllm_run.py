@@ -42,12 +42,12 @@ def test_all_servers_gone_ends_with_a_checkpoint_and_code_3(tmp_path: Path) -> N
     arguments = [sys.executable, *command(tmp_path, servers, "--max_steps=6")]
     pipes = dict(env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = subprocess.Popen(arguments, **pipes)
-    limit = time.monotonic() + 150
+    limit = time.monotonic() + 400
     while len(steps(tmp_path)) < 2 and run.poll() is None and time.monotonic() < limit:
         time.sleep(0.05)
     for server in servers:
         server.die()
-    out, _ = run.communicate(timeout=100)
+    out, _ = run.communicate(timeout=200)
     assert run.returncode == 3, out
     done = len(steps(tmp_path))
     said = " ".join(out.split())
@@ -55,7 +55,7 @@ def test_all_servers_gone_ends_with_a_checkpoint_and_code_3(tmp_path: Path) -> N
     assert f"ended by none of 2 vLLM servers answered for 3 s after step {done}" in said
     assert [path.name for path in complete(tmp_path / "run" / "checkpoints")] == [f"step_{done:06}"]
     with FakeServer(port=servers[0].port), FakeServer(port=servers[1].port):
-        again = subprocess.run(arguments, timeout=150, **pipes)
+        again = subprocess.run(arguments, timeout=300, **pipes)
     assert again.returncode == 0, again.stdout
     assert [m["step"] for m in steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
@@ -79,7 +79,7 @@ def test_two_nodes_share_the_servers(tmp_path: Path) -> None:
             )
             for rank in range(2)
         ]
-        outs = [node.communicate(timeout=200)[0] for node in nodes]
+        outs = [node.communicate(timeout=500)[0] for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0], "\n".join(outs)
         assert [m["rollouts/generated"] for m in steps(tmp_path)] == [16.0, 16.0]
         for server in (one, two):
