@@ -78,7 +78,8 @@ SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics", "vision", "
 """What modules may import at their own rank, besides their own package."""
 
 ONLY_IN = {
-    "vllm": ["rollout.vllm_engine", "rollout.weight_transfer"],
+    "vllm": ["rollout.vllm_cpu", "rollout.vllm_engine", "rollout.weight_transfer"],
+    "httpx2": ["rollout.server_pool"],
     "trl": ["integrations.trl"],
     "flash_attn": ["ops.packed_attention", "ops.varlen_attention"],
     "flash_attn_interface": ["ops.varlen_attention"],

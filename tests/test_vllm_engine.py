@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -248,6 +249,21 @@ def test_logprobs_are_of_the_distribution_sampled_from(trained: tuple[Config, Pa
                 raw = logits.log_softmax(-1).gather(1, at)[:, 0]
                 raw_differs |= bool((raw - reported).abs().max() > 0.01)
         assert raw_differs
+
+
+def test_two_ranks_have_an_engine_each(tmp_path: Path) -> None:
+    """The command itself, to its end; the policy is sharded over both ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "fastrl_fast.train", "--rollout.engine=vllm", "--rollout.vllm.enforce_eager=true"]
+    command += ["--rollout.vllm.gpu_memory_utilization=0.2", "--max_steps=2", f"--run_dir={tmp_path / 'run'}"]
+    command += ["--data.prompts_per_step=4", "--budget.group_size=4", "--rollout.max_completion_tokens=16"]
+    command += ["--eval.prompts=4", "--reward.workers=1", f"--reward.functions={{{LENGTH}:length: 1.0}}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Invalid process group" not in done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["rollouts/generated"] for m in steps] == [16.0, 16.0]
+    assert all(m["policy/sampler_gap"] < AGREE and m["tokens/trained"] > 0 for m in steps)
 
 
 @pytest.fixture(scope="module")
