@@ -249,3 +249,15 @@ def test_leaving_early_calls_off_what_is_outstanding(make_sampler) -> None:
 @pytest.fixture(autouse=True)
 def logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
+
+
+def test_it_closes_while_servers_are_gone_and_being_looked_for(process_group: object) -> None:
+    """A cancellation that comes together with a refused connection must not get lost."""
+    for delay in (0.0, 0.01, 0.26, 0.27):
+        server = FakeServer()
+        pool = ServerPool([server.url], room=1, timeout=5.0, patience=0.0)
+        server.die()
+        with pytest.raises(EngineLost):
+            pool.well()
+        time.sleep(delay)
+        pool.close()

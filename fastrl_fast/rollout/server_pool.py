@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import contextlib
 import logging
 import queue
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import anyio
 import httpx2
 
 from .request import EngineLost
@@ -30,7 +30,7 @@ class BadAnswer(Exception):
     """A server's answer that cannot be what was asked for; another server may do better."""
 
 
-FAILURES = (BadAnswer, OSError, httpx2.HTTPError, asyncio.TimeoutError)
+FAILURES = (BadAnswer, OSError, httpx2.HTTPError)  # a TimeoutError is an OSError
 """What makes another server worth a try."""
 
 
@@ -195,8 +195,9 @@ class ServerPool:
 
     async def _send(self, method: str, server: Server, path: str, timeout: float, **content: Any) -> Any:
         """The JSON of an answer that is complete; within `timeout` seconds, also from a server that trickles."""
-        sent = self._client.request(method, server.url + path, timeout=None, **content)
-        response = await asyncio.wait_for(sent, timeout)
+        # Not asyncio.wait_for, which before Python 3.12 loses a cancellation that comes with the answer.
+        with anyio.fail_after(timeout):
+            response = await self._client.request(method, server.url + path, timeout=None, **content)
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
             text = " ".join(response.text.split())
             raise ValueError(f"rollout.vllm.servers: {server.url}{path} answered {response.status_code}: {text:.300}")
@@ -261,8 +262,8 @@ class ServerPool:
 
     async def _change(self, seconds: float) -> None:
         """Wait for a change, `seconds` at most; the lock is held."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+        with anyio.move_on_after(seconds):
+            await self._changed.wait()
 
     def _lost(self) -> EngineLost:
         return EngineLost(f"none of {len(self.servers)} vLLM servers answered for {self._patience:g} s")
@@ -276,7 +277,7 @@ class ServerPool:
 
 def _reason(error: Exception) -> str:
     """What happened, in a few words; timeouts say nothing of themselves."""
-    if isinstance(error, asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return "took too long"
     if isinstance(error, httpx2.ConnectError):
         return "refused the connection"
