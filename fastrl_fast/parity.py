@@ -11,8 +11,8 @@ from .types import ImageReader
 
 PROMPTS = 2
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03}
-"""By model.dtype, mean |logprob of the engine - logprob of the policy| in nats. In float32 vLLM on a CPU came to at most
-7e-6 for any token; 0.03 is the bound of the alarm `sampler_gap`."""
+"""By model.dtype, mean |logprob of the engine - logprob of the policy| in nats. In float32 vLLM on a CPU came to 7e-6
+at most, for any token; 0.03 is the bound of the alarm `sampler_gap`."""
 
 
 class ParityCheck:
