@@ -28,6 +28,7 @@ RANKS = {
     1: ["ops"],
     2: [
         "advantage",
+        "arrays",
         "prune",
         "budget",
         "packing",
@@ -50,6 +51,7 @@ RANKS = {
         "distributed",
         "checkpoint",
         "metrics",
+        "profiling",
         "run_folder",
         "step_report",
         "alarms",
