@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from .data_config import DataConfig
 from .loss_config import LossConfig
 from .method_config import AdvantageConfig, BudgetConfig, PruneConfig, check_method
+from .rollout_config import RolloutConfig
 from .rules import not_negative, positive, require
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -27,39 +28,6 @@ class ModelConfig:
     """Keep the vision tower, with what maps it to the language model, as it is; of models that read images."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How completions are sampled."""
-
-    engine: Literal["local"] = "local"
-    """The sampler: `local` decodes inside the training process."""
-    max_completion_tokens: int = 1024
-    """Completions are cut at this many tokens."""
-    temperature: float = 1.0
-    """Logits are divided by this before the softmax, in sampling and in training alike."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probability reaches this; 1 = all."""
-    top_k: int = 0
-    """Sample from this many likeliest tokens; 0 = all."""
-    min_p: float = 0.0
-    """Leave out tokens less likely than this share of the likeliest one; 0 = none."""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Token ids that end a completion, besides the model's own end-of-sequence ids."""
-    tokens_per_batch: int = 32768
-    """Rows are decoded together while their prompt and completion tokens stay below this."""
-
-    def __post_init__(self) -> None:
-        positive(
-            "rollout",
-            max_completion_tokens=self.max_completion_tokens,
-            temperature=self.temperature,
-            tokens_per_batch=self.tokens_per_batch,
-        )
-        require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
-        require(0 <= self.min_p < 1, "rollout.min_p", "in [0, 1)", self.min_p)
-        not_negative("rollout", top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)

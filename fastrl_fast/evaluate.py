@@ -16,7 +16,7 @@ from .builtin import resolve_model
 from .checkpoint import load_weights
 from .config import Config
 from .model import load_causal_lm, load_tokenizer, sampler_copy
-from .rollout import build_sampler
+from .rollout import Sampler, build_engine, build_sampler
 from .vision import barred_tokens, load_images
 
 
@@ -49,8 +49,12 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
         accuracy = build_accuracy(config, tokenizer, grader, images)
         assert accuracy is not None, "eval.path was checked"
         lm = load_causal_lm(path, config.model)
-        lm = sampler_copy(lm, dtype=getattr(torch, config.model.dtype), device=device)
-        sampler = build_sampler(config.rollout, lm, tokenizer, images=images, barred=barred_tokens(lm.config))
+        sampler: Sampler
+        if config.rollout.engine == "local":
+            lm = sampler_copy(lm, dtype=getattr(torch, config.model.dtype), device=device)
+            sampler = build_sampler(config.rollout, lm, tokenizer, images=images, barred=barred_tokens(lm.config))
+        else:
+            sampler = build_engine(config, path, lm, tokenizer)
         if run is not None:
             sampler.load_weights(load_weights(run / "checkpoints").items())
         return accuracy.measure(sampler)

@@ -13,18 +13,24 @@ from torch import Tensor
 
 from . import distributed
 from .rewards import Grader, Handle
-from .rollout import Sampler
+from .rollout import EngineLost, Sampler
 from .types import Group, Prompt, Rollout
 
 T = TypeVar("T")
 
 
-class Interrupted(Exception):
-    """Every rank has agreed to leave the run, because of `signal` on one of them."""
+ENGINE_LOST_CODE = 3
+"""Exit code of a run that was saved and left because nothing was left that samples."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+
+class Interrupted(Exception):
+    """Every rank has agreed to leave the run, with exit code `code`: for a signal on one of them, or for `lost`, what
+    became of its sampler."""
+
+    def __init__(self, number: int, lost: str = "") -> None:
+        super().__init__(signal.Signals(number).name if number else lost)
         self.number = number
+        self.code = 128 + number if number else ENGINE_LOST_CODE
 
 
 class _CutShort(BaseException):
@@ -41,6 +47,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.number = 0
+        self.lost = ""
         self._may_cut = False
 
     @contextmanager
@@ -86,9 +93,11 @@ class Interrupt:
             return otherwise()
 
     def check(self) -> None:
-        """Raise Interrupted on every rank where any was asked to stop; all ranks call this together."""
-        if number := max(distributed.gather_lists([self.number])):
-            raise Interrupted(number)
+        """Raise Interrupted on every rank where any was asked to stop or lost its sampler; all ranks call this
+        together."""
+        number, lost = max(distributed.gather_lists([(self.number, self.lost)]))
+        if number or lost:
+            raise Interrupted(number, lost)
 
 
 @contextmanager
@@ -116,20 +125,33 @@ def _count_ctrl_c(reader: int) -> None:
 
 
 class InterruptibleSampler:
-    """A sampler whose completions are all empty once the run was asked to stop."""
+    """A sampler whose completions are all empty once the run was asked to stop, or the engine was lost: the next
+    `Interrupt.check` ends the run."""
 
     def __init__(self, sampler: Sampler, interrupt: Interrupt) -> None:
         self._sampler, self._interrupt = sampler, interrupt
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._sampler.load_weights(named)
+        with self._minding_the_engine():
+            self._sampler.load_weights(named)
 
     def sample(self, prompts: list[Prompt], group_sizes: list[int], **settings: Any) -> list[Group]:
         def empty() -> list[Group]:
             sized = zip(prompts, group_sizes, strict=True)
             return [Group(prompt, [Rollout([], [], "length") for _ in range(size)]) for prompt, size in sized]
 
-        return self._interrupt.cut_short(lambda: self._sampler.sample(prompts, group_sizes, **settings), empty)
+        with self._minding_the_engine():
+            if self._interrupt.lost:
+                return empty()
+            return self._interrupt.cut_short(lambda: self._sampler.sample(prompts, group_sizes, **settings), empty)
+        return empty()
+
+    @contextmanager
+    def _minding_the_engine(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineLost as lost:
+            self._interrupt.lost = str(lost)
 
 
 class InterruptibleGrader:

@@ -7,7 +7,9 @@ from .rules import not_negative, positive, require
 
 LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-ImportanceKind = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+ImportanceKind = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +20,12 @@ class ImportanceConfig:
     kind: ImportanceKind = "none"
     """Weights exp(old logprob - rollout logprob) on the advantages: token_truncate (TIS) cuts each token's at the cap,
     token_mask (IcePop) drops tokens outside the bounds; sequence_truncate and sequence_mask do so with the product over
-    a completion; none: no weights."""
+    a completion; sequence_geometric keeps, unweighted, completions whose mean weight per token (the product's root) is
+    within the bounds, which then belong near 1, as 0.999 and 1.001; none: no weights."""
     cap: float = 2.0
     """Largest weight."""
     floor: float = 0.5
-    """Smallest weight that the masks let pass."""
+    """Smallest weight that the masks and the geometric filter let pass."""
 
     def __post_init__(self) -> None:
         positive("loss.importance", cap=self.cap)
@@ -57,5 +60,5 @@ class LossConfig:
             require(value is None or value >= 0, f"loss.{name}", "0 or greater", value)
         require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "greater than 1", self.dual_clip)
         if self.kind in ("gspo", "gspo_token"):
-            rule = f"none, sequence_truncate or sequence_mask where loss.kind is {self.kind}"
+            rule = f"none or of sequences where loss.kind is {self.kind}"
             require(not self.importance.kind.startswith("token"), "loss.importance.kind", rule, self.importance.kind)

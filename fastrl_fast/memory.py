@@ -119,13 +119,14 @@ def estimate_memory(
     with the last one alone, and until then every rank holds all of them whole: 4 P; with updates.reduce_gradients
     microbatch only those of what is gathered. Micro-batches are taken as full; each of their tokens as a target. Of
     images: the float32 pixels of a rank's `step_patches`, and what the tower keeps of the `patches` of one micro-batch,
-    where it is trained; a frozen one has no gradients and no moments.
+    where it is trained; a frozen one has no gradients and no moments. What a vLLM engine takes of the same GPU is its
+    own setting, and not counted.
     """
     width, tokens = BYTES[config.model.dtype], config.updates.tokens_per_microbatch
     tower = size.tower
     trained = size.parameters - (tower.parameters if tower and config.model.freeze_vision else 0)
     state = STATE_BYTES / ranks
-    sharded = ranks > 1 or width != STATE_BYTES
+    sharded, local = ranks > 1 or width != STATE_BYTES, config.rollout.engine == "local"
     whole = size.table * (1 if size.tied else 2) + PREFETCHED_LAYERS * size.layer_parameters
     whole += tower.token_weights if tower else 0
     gradients = state * trained
@@ -142,13 +143,13 @@ def estimate_memory(
         parameters=state * size.parameters,
         optimizer=2 * state * trained,
         reference=state * size.parameters if config.loss.kl_coef > 0 else 0.0,
-        sampler=width * size.parameters,
+        sampler=width * size.parameters if local else 0.0,
         gradients=gradients,
         gathered=width * whole if sharded else 0,
         activations=tokens * _activation_bytes(size, width, checkpointing=checkpointing),
         images=images,
         head=_head_bytes(size, width, tokens) + LOGIT_CHUNK[device],
-        cache=config.rollout.tokens_per_batch * size.layers * 2 * size.keys * width,
+        cache=config.rollout.tokens_per_batch * size.layers * 2 * size.keys * width if local else 0.0,
     )
 
 

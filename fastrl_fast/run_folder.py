@@ -23,7 +23,17 @@ PARTIAL = ".partial-"
 _held: dict[Path, int] = {}
 """Folders that this process has locked, with the descriptors that hold the locks."""
 
-FREE_TO_CHANGE = ("run_dir", "overwrite", "max_steps", "epochs", "log", "checkpoint", "eval", "reward.workers")
+FREE_TO_CHANGE = (
+    "run_dir",
+    "overwrite",
+    "max_steps",
+    "epochs",
+    "log",
+    "checkpoint",
+    "eval",
+    "reward.workers",
+    "rollout.vllm",
+)
 """Settings that may differ when a run is resumed: they do not touch what was trained so far."""
 
 

@@ -24,7 +24,7 @@ from .metrics import RunLog, check_trackers
 from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
 from .optimizer import build_optimizer
 from .rewards import Grader
-from .rollout import build_sampler
+from .rollout import EngineSampler, Sampler, build_engine, build_sampler
 from .trainer import Parts, Trainer
 from .training_run import TrainingRun
 from .types import Group, ImageReader, Prompt, Rollout
@@ -58,24 +58,31 @@ class Inputs:
 
 def train(config: Config, recipe: str, device: torch.device) -> int:
     """Check everything that can be wrong, then load, train and say what was learnt; the exit code, 128 + the signal's
-    number for a run that a signal ended."""
+    number for a run that a signal ended, 3 for one that lost its sampler."""
     with distributed.together(lambda: build_grader(config.reward)) as grader:
         inputs = distributed.together(lambda: load_inputs(config, grader))
         total_steps = plan.total_steps(config, prompts=len(inputs.data))
         folder = _open_folder(config, recipe, total_steps)
         with _run_log(folder, config, total_steps) as log:
             parts = build_parts(config, inputs, grader, device, folder=folder, log=log)
-            training = TrainingRun(Trainer(config, parts, total_steps=total_steps))
-            _start(training)
-            try:
-                training.run()
-            except Interrupted as interrupted:
-                if log:
-                    done = training.trainer.steps_done
-                    log.say(f"ended by {interrupted} after step {done}; the same command goes on: {folder}")
-                return 128 + interrupted.number
-            if log:
-                _finish(training, folder, log)
+            code = _train(config, parts, total_steps, folder)
+            if isinstance(parts.sampler, EngineSampler):
+                parts.sampler.close()
+            return code
+
+
+def _train(config: Config, parts: Parts, total_steps: int, folder: Path) -> int:
+    training, log = TrainingRun(Trainer(config, parts, total_steps=total_steps)), parts.log
+    _start(training)
+    try:
+        training.run()
+    except Interrupted as interrupted:
+        if log:
+            done = training.trainer.steps_done
+            log.say(f"ended by {interrupted} after step {done}; the same command goes on: {folder}")
+        return interrupted.code
+    if log:
+        _finish(training, folder, log)
     return 0
 
 
@@ -102,8 +109,7 @@ def build_parts(
 ) -> Parts:
     """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    copy, barred = sampler_copy(inputs.lm, dtype=dtype, device=device), barred_tokens(inputs.lm.config)
-    sampler = build_sampler(config.rollout, copy, inputs.tokenizer, images=inputs.images, barred=barred)
+    sampler = _sampler(config, inputs.lm, inputs.tokenizer, inputs.images, device)
     policy = build_policy(inputs.lm, config.model, temperature=config.rollout.temperature)
     reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
     shape = policy.shape
@@ -128,6 +134,20 @@ def build_parts(
         log=log,
         device=device,
     )
+
+
+def _sampler(
+    config: Config,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageReader | None,
+    device: torch.device,
+) -> Sampler:
+    """The engine of the config, with the weights of `lm`; all ranks call this together."""
+    if config.rollout.engine == "local":
+        copy = sampler_copy(lm, dtype=getattr(torch, config.model.dtype), device=device)
+        return build_sampler(config.rollout, copy, tokenizer, images=images, barred=barred_tokens(lm.config))
+    return distributed.together(lambda: build_engine(config, resolve_model(config.model.path), lm, tokenizer))
 
 
 def _open_folder(config: Config, recipe: str, total_steps: int) -> Path:

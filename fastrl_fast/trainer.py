@@ -22,9 +22,10 @@ from .metrics import Clock, RunLog, phase
 from .microbatches import plan_microbatches
 from .model import Policy, full_weights
 from .optimizer import learning_rate
+from .parity import ParityCheck
 from .prune import cut_step, measure_fidelity, offers, prune, put_back, sizes
 from .rewards import Grader
-from .rollout import Sampler
+from .rollout import EngineSampler, Sampler
 from .sharing_check import SharingCheck
 from .types import Group, ImageReader, PackedBatch
 
@@ -81,6 +82,7 @@ class Trainer:
         self.bad_gradients = 0
         self.longest_shared = parts.policy.longest_shared if config.updates.share_prompts else 0
         self.sharing_check = SharingCheck(config.model.dtype)
+        self.parity = ParityCheck(config, parts.data, parts.images)
         self._warn_of_window()
 
     def step(self) -> dict[str, float]:
@@ -107,6 +109,8 @@ class Trainer:
                 self.interrupt.check()  # then it is short because it was cut short
                 raise
             self.interrupt.check()
+            if isinstance(self.parts.sampler, EngineSampler):
+                self.parts.sampler.rest()
             return collected
         except Interrupted:
             self.parts.data.load_state_dict(before)
@@ -235,7 +239,13 @@ class Trainer:
 
     @phase("sync")
     def sync_sampler(self) -> None:
-        self.parts.sampler.load_weights(full_weights(self.parts.policy))
+        """Hand the weights over. Raises ValueError, or sounds an alarm, where an engine's logprobs are then not the
+        policy's."""
+        self.sampler.load_weights(full_weights(self.parts.policy))
+        if isinstance(self.parts.sampler, EngineSampler):
+            problem = self.parity.run(self.parts.policy, self.parts.sampler)
+            if problem and self.parts.log:
+                self.parts.log.alarm(problem)
 
     def _report(self, collected: Collected, updates: list[Update], sums: dict[str, Tensor]) -> dict[str, float]:
         terms, groups = self.config.reward.terms, [*collected.groups, *collected.left_out]

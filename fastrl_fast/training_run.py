@@ -7,6 +7,7 @@ from .alarms import Alarms
 from .interrupt import Interrupted
 from .metrics import phase
 from .profiling import step_range
+from .rollout import EngineSampler
 from .trainer import Trainer
 
 SECONDS_TO_SETTLE = 15.0
@@ -48,6 +49,8 @@ class TrainingRun:
 
     def _run(self) -> None:
         if self.trainer.steps_done == 0:
+            if isinstance(self.parts.sampler, EngineSampler):
+                self.trainer.sync_sampler()  # a server may have the weights of another run
             self.accuracy_before = self.evaluate()
             self.clock.take()
         while self.trainer.steps_done < self.trainer.total_steps or self.unlogged is not None:

@@ -219,10 +219,19 @@ def test_wrong_types_name_field_rule_and_value(argv, line):
         (["--loss.dual_clip", "1"], "loss.dual_clip must be greater than 1, got 1.0"),
         (["--loss.importance.cap", "0"], "loss.importance.cap must be greater than 0, got 0.0"),
         (["--loss.importance.floor", "3"], "loss.importance.floor must be in [0, loss.importance.cap (2.0)], got 3.0"),
+        (["--rollout.engine", "vllm_server"], "rollout.vllm.servers must be at least one URL, got []"),
+        (
+            ["--rollout.vllm.servers", "[node3:8000]"],
+            "rollout.vllm.servers must be made of URLs that begin with http:// or https://, got 'node3:8000'",
+        ),
+        (
+            ["--rollout.engine=vllm_server", "--rollout.vllm.servers=[http://a:1]", "--rollout.vllm.weights=folder"],
+            "rollout.vllm.weights_folder must be a folder where rollout.vllm.weights is folder, got None",
+        ),
+        (["--rollout.vllm.patience", "0"], "rollout.vllm.patience must be greater than 0, got 0.0"),
         (
             ["--loss.kind", "gspo", "--loss.importance.kind", "token_mask"],
-            "loss.importance.kind must be none, sequence_truncate or sequence_mask where loss.kind is gspo, "
-            "got 'token_mask'",
+            "loss.importance.kind must be none or of sequences where loss.kind is gspo, got 'token_mask'",
         ),
         (
             ["--updates.old_logprobs", "rollout", "--loss.importance.kind", "token_truncate"],

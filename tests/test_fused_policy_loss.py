@@ -223,6 +223,7 @@ IMPORTANCE = {
     "token_mask": Importance("token_mask", cap=1.1, floor=0.95),
     "sequence_truncate": Importance("sequence_truncate", cap=1.05),
     "sequence_mask": Importance("sequence_mask", cap=1.4, floor=0.8),
+    "sequence_geometric": Importance("sequence_geometric", cap=1.001, floor=0.999),
 }
 
 
@@ -238,7 +239,9 @@ def weighted_loss(leaves, rest, optional, importance, *, ratio, kl_coef):
         for t in range(a, b):
             u = float((gaps.sum() if importance.of_sequences else gaps[t - a]).exp())
             w = min(u, importance.cap)
-            if importance.masks:
+            if importance.kind == "sequence_geometric":
+                w = float(importance.floor <= u ** (1 / (b - a)) <= importance.cap)
+            elif importance.masks:
                 w = u if importance.floor <= u <= importance.cap else 0.0
             log_ratio = logprobs[t] - old[t] if ratio == "token" else (logprobs - old)[a:b].mean()
             r, advantage = log_ratio.exp(), advantages[s]
@@ -253,7 +256,7 @@ def weighted_loss(leaves, rest, optional, importance, *, ratio, kl_coef):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 @pytest.mark.parametrize("old", ["own", "given"])
 @pytest.mark.parametrize(("ratio", "kind"), [
-    *(("token", kind) for kind in IMPORTANCE), ("sequence", "sequence_truncate"), ("sequence", "sequence_mask"),
+    *(("token", kind) for kind in IMPORTANCE), *(("sequence", kind) for kind in IMPORTANCE if kind[0] == "s"),
 ])  # fmt: skip
 def test_importance_weights_multiply_the_advantage_alone(ratio, kind, old, kl_coef, small_chunks, monkeypatch):
     monkeypatch.setitem(logit_chunks.CHUNK_ROWS, "cpu", 12)
@@ -303,10 +306,13 @@ def test_importance_weights_by_hand():
         ("token_mask", [1.5, 0.0, 0.0, 0.5], [0, 1, 1, 0]),
         ("sequence_truncate", [1.8, 0.5], [0, 0]),
         ("sequence_mask", [1.8, 0.5], [0, 0]),
+        ("sequence_geometric", [1.0, 1.0], [0, 0]),
     ):
         ours = importance_weights(*case, Importance(kind, cap=2.0, floor=0.45))
         torch.testing.assert_close(ours[0], torch.tensor(weights), msg=kind)
         assert ours[1].tolist() == [bool(c) for c in cut], kind
+    kept, cut = importance_weights(*case, Importance("sequence_geometric", cap=1.22, floor=0.6))
+    assert kept.tolist() == [1.0, 0.0] and cut.tolist() == [False, True], "1.8 to the power of 1/3 is 1.216"
     huge = importance_weights(torch.tensor([300.0]), torch.zeros(1), torch.tensor([0, 1]), Importance("token_truncate"))
     assert huge[0].tolist() == [2.0]
 

@@ -21,6 +21,7 @@ RANKS = {
         "loss_config",
         "data_config",
         "method_config",
+        "rollout_config",
         "draws",
         "drop_reasons",
     ],
@@ -66,6 +67,7 @@ RANKS = {
         "integrations.packed_forward",
         "interrupt",
         "plan",
+        "parity",
         "report",
         "sharing_check",
         "trainer",
@@ -79,7 +81,8 @@ SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics", "vision", "
 """What modules may import at their own rank, besides their own package."""
 
 ONLY_IN = {
-    "vllm": ["rollout.vllm"],
+    "vllm": ["rollout.vllm_cpu", "rollout.vllm_engine", "rollout.weight_transfer"],
+    "httpx2": ["rollout.server_pool"],
     "trl": ["integrations.trl"],
     "flash_attn": ["ops.packed_attention", "ops.varlen_attention"],
     "flash_attn_interface": ["ops.varlen_attention"],

@@ -175,6 +175,8 @@ IMPORTANCE = [
     ("token_mask", 2.5, 2.0),
     ("sequence_truncate", 1.5, 1.5),
     ("sequence_mask", 1.5, 0.0),
+    ("sequence_geometric", 1.5, 0.0),
+    ("sequence_geometric", 2.5, 1.0),
 ]
 
 

@@ -8,7 +8,14 @@ from torch import Tensor
 from fastrl_fast.ops._lib import check
 from fastrl_fast.ops.sequence_sums import sequence_sums
 
-IMPORTANCE_KINDS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+IMPORTANCE_KINDS = (
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_geometric",
+)
 
 _MOST_LOG_RATIO = 20.0
 
@@ -29,7 +36,7 @@ class Importance(NamedTuple):
 
     @property
     def masks(self) -> bool:
-        return self.kind.endswith("mask")
+        return self.kind.endswith(("mask", "geometric"))
 
 
 def check_importance(importance: Importance, rollout_logprobs: Tensor | None) -> None:
@@ -46,7 +53,8 @@ def importance_weights(
     """Return the weights and whether each was out of bounds: [N] for kinds of tokens, [S] for kinds of sequences.
 
     With u = exp(logprob - rollout logprob), or the product of these over a sequence: truncate w = min(u, cap); mask
-    w = u where floor <= u <= cap, else 0. The exponent is cut to [-20, 20]; no gradient.
+    w = u where floor <= u <= cap, else 0; geometric, with u to the power of 1 / length: w = 1 inside these bounds, else
+    0. The exponent is cut to [-20, 20]; no gradient.
 
     Args:
         logprobs, rollout_logprobs: [N] float.
@@ -60,8 +68,11 @@ def importance_weights(
         log_ratio = sequence_sums(logprobs, cu_targets, old_logprobs=rollout_logprobs)[:, 1].to(logprobs.dtype)
     else:
         log_ratio = logprobs - rollout_logprobs
+    geometric = importance.kind == "sequence_geometric"
+    if geometric:
+        log_ratio = log_ratio / cu_targets.diff().clamp(min=1)
     ratio = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp()
     if not importance.masks:
         return ratio.clamp(max=importance.cap), ratio > importance.cap
     outside = (ratio < importance.floor) | (ratio > importance.cap)
-    return torch.where(outside, 0, ratio), outside
+    return torch.where(outside, 0, torch.ones_like(ratio) if geometric else ratio), outside

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..config import RolloutConfig
 from ..types import Group, ImageReader, Prompt, Rollout
 from .decode import DecodeBatch, Decoder
+from .request import finished_rollout, prompt_keys, sampled_vocabulary, stop_ids
 from .token_choice import Truncation
-from .uniforms import text_key, uniforms
+from .uniforms import uniforms
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,9 +53,8 @@ class LocalSampler:
         self._window = _attention_window(text_config)
         # the trainer's copy may carry its own packed attention, which knows no cache
         model.set_attn_implementation("eager" if getattr(text_config, "attn_logit_softcapping", None) else "sdpa")
-        # rows of the embedding beyond the tokenizer's ids mean nothing: never sampled
-        vocabulary = min(text_config.vocab_size, 1 + max(tokenizer.get_vocab().values()))
-        self.stop_ids = _stop_ids(model, tokenizer, config, vocabulary)
+        vocabulary = sampled_vocabulary(model, tokenizer)
+        self.stop_ids = stop_ids(model, tokenizer, config)
         is_stop = torch.zeros(vocabulary, dtype=torch.bool)
         is_stop[sorted(self.stop_ids)] = True
         is_stop = is_stop.to(model.device)
@@ -99,7 +99,7 @@ class LocalSampler:
         Raises ValueError for an empty prompt or, with sliding-window attention, one that outgrows the window.
         """
         rows = self._rows(prompts, group_sizes, first_index)
-        keys = _prompt_keys(prompts)
+        keys = prompt_keys(prompts)
         truncation = self._truncation(self.config.temperature if temperature is None else temperature)
         groups = [
             Group(prompt, [Rollout([], [], finish_reason="length") for _ in range(size)])
@@ -171,28 +171,10 @@ class LocalSampler:
         )
         for done in self._decoder.run(batch, truncation):
             for place, ids, logprobs, n in zip(*(x.tolist() for x in done), strict=True):
-                yield rows[place], self._rollout(ids[:n], logprobs[:n])
-
-    def _rollout(self, ids: list[int], logprobs: list[float]) -> Rollout:
-        stopped = ids[-1] in self.stop_ids
-        text = self.tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=True)
-        assert isinstance(text, str), "one sequence decodes to one string"
-        return Rollout(
-            completion_ids=ids,
-            rollout_logprobs=logprobs,
-            finish_reason="stop" if stopped else "length",
-            text=text,
-        )
-
-
-def _prompt_keys(prompts: list[Prompt]) -> list[int]:
-    """The random key of each prompt; one that is asked twice in a call (an epoch's border) gets two keys."""
-    seen: Counter[str] = Counter()
-    keys = []
-    for prompt in prompts:
-        keys.append(text_key(f"{prompt.id}\0{seen[prompt.id]}"))
-        seen[prompt.id] += 1
-    return keys
+                yield (
+                    rows[place],
+                    finished_rollout(ids[:n], logprobs[:n], stop_ids=self.stop_ids, tokenizer=self.tokenizer),
+                )
 
 
 def _batches(rows: list[_Row], tokens: int) -> Iterable[list[_Row]]:
@@ -202,20 +184,6 @@ def _batches(rows: list[_Row], tokens: int) -> Iterable[list[_Row]]:
         size = max(1, tokens // (rows[0].length + max(row.limit for row in rows)))
         yield rows[:size]
         rows = rows[size:]
-
-
-def _stop_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, vocabulary: int
-) -> set[int]:
-    """The model's and the tokenizer's end-of-sequence ids and the config's; those never sampled are left out."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    ids = {own} if isinstance(own, int) else set(own or ())
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    for token in config.stop_token_ids:
-        if not 0 <= token < vocabulary:
-            raise ValueError(f"rollout.stop_token_ids must be token ids in [0, {vocabulary}), got {token}")
-    return {token for token in ids | set(config.stop_token_ids) if 0 <= token < vocabulary}
 
 
 def _attention_window(text_config: object) -> int | None:

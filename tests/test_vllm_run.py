@@ -1,0 +1,91 @@
+"""Whole runs whose rollouts come from (fake) servers: over two nodes, and to a clean end when all servers are gone."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_vllm import FakeServer
+
+from fastrl_fast.checkpoint import complete
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--data.prompts_per_step=4", "--budget.group_size=4", "--rollout.max_completion_tokens=8"]
+SMALL += ["--eval.prompts=4", "--reward.workers=1", "--max_steps=3", "--checkpoint.every=100", "--prune.method=none"]
+
+
+def command(folder: Path, servers: list[FakeServer], *more: str) -> list[str]:
+    """A made-up server is of another policy: the guard may only warn."""
+    vllm = [f"--rollout.vllm.servers=[{','.join(server.url for server in servers)}]", "--rollout.vllm.parity=warn"]
+    vllm += ["--rollout.vllm.weights=folder", f"--rollout.vllm.weights_folder={folder / 'weights'}"]
+    vllm += ["--rollout.engine=vllm_server", "--rollout.vllm.patience=3", f"--run_dir={folder / 'run'}"]
+    return ["-m", "fastrl_fast.train", *SMALL, *vllm, *more]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def steps(folder: Path) -> list[dict]:
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_all_servers_gone_ends_with_a_checkpoint_and_code_3(tmp_path: Path) -> None:
+    """And with servers at the same places again the same command goes on to the end."""
+    servers = [FakeServer(delay=0.1), FakeServer(delay=0.1)]
+    arguments = [sys.executable, *command(tmp_path, servers, "--max_steps=6")]
+    pipes = dict(env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(arguments, **pipes)
+    limit = time.monotonic() + 400
+    while len(steps(tmp_path)) < 2 and run.poll() is None and time.monotonic() < limit:
+        time.sleep(0.05)
+    for server in servers:
+        server.die()
+    out, _ = run.communicate(timeout=200)
+    assert run.returncode == 3, out
+    done = len(steps(tmp_path))
+    said = " ".join(out.split())
+    assert "ALARM: the engine's logprobs differ from the policy's" in said
+    assert f"ended by none of 2 vLLM servers answered for 3 s after step {done}" in said
+    assert [path.name for path in complete(tmp_path / "run" / "checkpoints")] == [f"step_{done:06}"]
+    with FakeServer(port=servers[0].port), FakeServer(port=servers[1].port):
+        again = subprocess.run(arguments, timeout=300, **pipes)
+    assert again.returncode == 0, again.stdout
+    assert [m["step"] for m in steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_two_nodes_share_the_servers(tmp_path: Path) -> None:
+    """torchrun on two nodes, here two launchers on ports of one machine; every rollout is sampled once, somewhere."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    launch += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    with FakeServer() as one, FakeServer() as two:
+        nodes = [
+            subprocess.Popen(
+                [*launch, f"--node-rank={rank}", *command(tmp_path, [one, two], "--max_steps=2")],
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        outs = [node.communicate(timeout=500)[0] for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], "\n".join(outs)
+        assert [m["rollouts/generated"] for m in steps(tmp_path)] == [16.0, 16.0]
+        for server in (one, two):
+            taken = [path for path, _ in server.posts if path in ("/collective_rpc", "/reset_prefix_cache")]
+            assert taken == ["/collective_rpc", "/reset_prefix_cache"] * 3, (
+                "from rank 0 alone, at the start and per step"
+            )
+        train = [body["seed"] for body in one.answered + two.answered if body["n"] == 4]
+        assert len(train) == len(set(train)) == 2 * 4
