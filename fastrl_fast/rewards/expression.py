@@ -11,11 +11,13 @@ from typing import Any
 
 from .value import (
     TooLarge,
+    Undefined,
     Unreadable,
     Value,
     add,
     binomial,
     divide,
+    double_factorial,
     factorial,
     literal,
     mp,
@@ -23,6 +25,7 @@ from .value import (
     number,
     power,
     root,
+    without_noise,
 )
 
 _LONGEST = 2000
@@ -36,6 +39,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     name: getattr(mp, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")
 } | {"arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "log": mp.log10, "lg": mp.log10}
 _GREEK = re.compile("alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|rho|sigma|omega|tau|epsilon")
+_LETTER = re.compile(rf"[A-Za-z]|\\(?:{_GREEK.pattern})")
 
 
 def evaluate(text: str, *, point: int = 0) -> Value:
@@ -44,7 +48,9 @@ def evaluate(text: str, *, point: int = 0) -> Value:
         raise Unreadable("empty or too long")
     try:
         return _Reader(text, point).read()
-    except (ZeroDivisionError, OverflowError, ArithmeticError, TypeError) as error:
+    except ZeroDivisionError as error:
+        raise Undefined(str(error)) from error
+    except (ArithmeticError, TypeError) as error:
         raise Unreadable(str(error)) from error
 
 
@@ -109,7 +115,10 @@ class _Reader:
         value = self._atom()
         while (token := self._peek()) in ("!", "%", "^"):
             self._take()
-            if token == "!":
+            if token == "!" and self._peek() == "!":
+                self._take()
+                value = double_factorial(value)
+            elif token == "!":
                 value = factorial(value)
             elif token == "%":
                 value = divide(value, Fraction(100))
@@ -223,13 +232,24 @@ class _Reader:
         if self._peek() == "^":
             self._take()
             exponent = self._argument(one_digit=True)
-        argument = number(self._argument() if self._peek() in ("(", "{") else self._power())
+        argument = number(self._argument() if self._peek() in ("(", "{") else self._bare_argument())
         if abs(argument) > 10**6:
             raise TooLarge("argument of a function")
         value = _FUNCTIONS[name](argument)
         if base is not None:
             value = mp.log(argument) / mp.log(number(base))
+        if not mp.isfinite(value):
+            raise Undefined(f"{name} of {argument}")
+        if name != "exp":  # which is never zero, but may be tiny
+            value = without_noise(value, min(1, abs(argument)))
         return value if exponent is None else power(value, exponent)
+
+    def _bare_argument(self) -> Value:
+        r"""The 2x of `\sin 2x \cos x`: a factor and the letters right behind it."""
+        value = self._power()
+        while (token := self._peek()) and (_LETTER.fullmatch(token) or token == r"\pi"):
+            value = multiply(value, self._power())
+        return value
 
 
 def _at_point(name: str, point: int) -> Fraction:
