@@ -23,6 +23,8 @@ RANKS = {
         "method_config",
         "draws",
         "drop_reasons",
+        "missing",
+        "orphans",
     ],
     1: ["ops"],
     2: [

@@ -11,8 +11,8 @@ _TAGGED = re.compile(r".*<answer>(.*)</answer>", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _UNBRACED = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([-+]?\d[\d.,]*\d|[-+]?\d|[A-Z](?![A-Za-z]))")
 _PHRASE = re.compile(
-    r"(?:\banswer\b[*_ \t]*(?:is|are|:|=)|答案|答え|答(?=[:：])|정답|답(?=[:：은])|\bответ\b|\b(?:respuesta|réponse|antwort|"
-    r"resposta|risposta)\b[*_ \t]*(?:(?:es|est|ist|é|è)\b|[:：=]))"
+    r"(?:\banswer\b[*_ \t]*(?:is|are|:|=)|答案|答え|答(?=[:：])|정답|답(?=[:：은])|\bответ\b"
+    r"|\b(?:respuesta|réponse|antwort|resposta|risposta)\b[*_ \t]*(?:(?:es|est|ist|é|è)\b|[:：=]))"
     r"[*_ \t]*(?:is|为|是|は|은|는)?[:：=*_ \t]*([^\n]+)",
     re.IGNORECASE,
 )
@@ -33,8 +33,8 @@ def text_of(completion: Any) -> str:
 
 
 def gold_text(gold: Any) -> str | None:
-    r"""The right answer as text: numbers are written out, None and NaN are None, of GSM8K's only what follows `####`, of
-    R1-V's what stands in <answer>, of MATH's what stands in the last \boxed."""
+    r"""The right answer as text: numbers are written out, None and NaN are None, of GSM8K's only what follows `####`,
+    of R1-V's what stands in <answer>, of MATH's what stands in the last \boxed."""
     if gold is None:
         return None
     if hasattr(gold, "item") and not isinstance(gold, (int, float, str)):
@@ -114,7 +114,7 @@ def _marked(text: str, truncated: bool) -> str | None:
     found = _PHRASE.findall(text)
     if not found:
         return None
-    line = found[-1]
-    while found := _PHRASE.search(line):
-        line = found[1]
+    line = str(found[-1])
+    while later := _PHRASE.search(line):
+        line = later[1]
     return None if "\\boxed" in line else _SENTENCE_END.split(line.strip(), maxsplit=1)[0].strip(" *_")

@@ -11,7 +11,7 @@ from typing import Any
 from .answers import bare_answer, final_answer, gold_text, text_of
 from .expression import evaluate
 from .faults import guarded
-from .library import library_parse, load_library, same_by_library, unfit
+from .library import library_parse, same_by_library, unfit
 from .notation import normalise, squeeze
 from .numerals import decimal_comma
 from .structure import Items, as_interval, items, named, sides

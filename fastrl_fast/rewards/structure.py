@@ -57,8 +57,8 @@ def items(text: str) -> Items | None:
         return Items(brackets="\\cup", parts=tuple(union))
     brackets, inside = _opened(text)
     parts = _split(inside, ",")
-    if brackets == "[]" and (rows := _rows(parts)):
-        return rows
+    if brackets == "[]" and (matrix_of_lists := _rows(parts)):
+        return matrix_of_lists
     if len(parts) > _MOST_ITEMS or (len(parts) == 1 and brackets != "{}"):
         return None
     return Items(brackets=brackets, parts=tuple(parts)) if all(parts) else None
