@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from fastrl_fast.advantage import assign_advantages
 from fastrl_fast.config import LossConfig, PruneConfig
 from fastrl_fast.loss import OBJECTIVES, Objective, build_objective, loss_terms
-from fastrl_fast.loss_config import ImportanceConfig
 from fastrl_fast.method_config import AdvantageConfig
 from fastrl_fast.microbatches import plan_microbatches
 from fastrl_fast.ops import policy_loss
@@ -101,7 +100,6 @@ def prunings(draw: st.DrawFn) -> PruneConfig:
 @st.composite
 def objectives(draw: st.DrawFn) -> Objective:
     kind = draw(st.sampled_from(sorted(OBJECTIVES)))
-    correction = "none" if kind.startswith("gspo") else draw(st.sampled_from(["none", "token_truncate", "token_mask"]))
     return build_objective(
         LossConfig(
             kind=kind,
@@ -109,7 +107,6 @@ def objectives(draw: st.DrawFn) -> Objective:
             dual_clip=draw(st.sampled_from([None, 1.1])),
             kl_coef=draw(st.sampled_from([0.0, 0.3])),
             kl_kind=draw(st.sampled_from(["k1", "k2", "k3"])),
-            importance=ImportanceConfig(kind=correction, cap=1.1, floor=0.9),
         )
     )
 
@@ -135,22 +132,17 @@ def advantage_by_hand(group: Group, preset: str) -> tuple[list[float], float]:
     return by_hand, moved
 
 
-def loss_by_hand(
-    rollout: Rollout, prompt: list[int], objective: Objective, divisor: Divisor, *, first: bool, slope: float
-) -> float:
-    """A rollout's part of the loss, where the policy's logprobs are `slope` times the formula's."""
+def loss_by_hand(rollout: Rollout, prompt: list[int], objective: Objective, divisor: Divisor, *, first: bool) -> float:
+    """A rollout's part of the loss."""
     behind = prompt + rollout.completion_ids
     places = [(i - 1, behind[i - 1], behind[i]) for i in range(len(prompt), len(behind))]
-    new = [slope * logprob(0, *place) for place in places]
+    new = [logprob(0, *place) for place in places]
     old = [logprob(0, *place) for place in places] if first else [logprob(1, *place) for place in places]
     mean = sum(a - b for a, b in zip(new, old, strict=True)) / max(1, len(new))
     value = 0.0
-    for place, now, then, sampled in zip(places, new, old, rollout.rollout_logprobs, strict=True):
+    for place, now, then in zip(places, new, old, strict=True):
         ratio = math.exp(now - then if objective.ratio == "token" else mean)
-        correction, importance = math.exp(then - sampled), objective.importance
-        kept = {"none": 1.0, "token_truncate": min(correction, importance.cap)}
-        inside = importance.floor <= correction <= importance.cap
-        advantage = rollout.advantage * kept.get(importance.kind, correction * inside)
+        advantage = rollout.advantage
         clipped = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
         if objective.clip == "cispo":
             token = -clipped * advantage * now
@@ -213,7 +205,7 @@ def update(
         )
         factor = torch.ones((), dtype=torch.float64, requires_grad=True)
         terms = loss_terms(batch, objective, divisor=over, max_completion_tokens=MAX_TOKENS)
-        value, _ = policy_loss(factor * of_batch(0, batch), **terms, importance=objective.importance)
+        value, _ = policy_loss(factor * of_batch(0, batch), **terms)
         (gradient,) = torch.autograd.grad(value, factor)
         loss, slope = loss + float(value.detach()), slope + float(gradient)
     return loss, slope, over
@@ -257,7 +249,7 @@ def test_the_update_is_the_loop_over_all_rollouts(
     if over.loss_tokens == 0:
         assert loss == slope == 0.0 and not counts
         return
-    parts = [loss_by_hand(r, ids, objective, over, first=first, slope=1.0) for r, ids in counts]
+    parts = [loss_by_hand(r, ids, objective, over, first=first) for r, ids in counts]
     size = sum(map(abs, parts))
     assert loss == pytest.approx(math.fsum(parts), abs=1e-9 * (size + 1e-3))
 
