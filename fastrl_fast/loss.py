@@ -143,9 +143,10 @@ def _weights(batch: PackedBatch, aggregation: Aggregation, *, divisor: Divisor, 
     seq-mean-token-sum-norm w / (max_completion_tokens x sequences). A sequence of weight 0 has weight 0, also where no
     other has one and the divisor is 0 too.
     """
-    divisors = {
-        "token-mean": divisor.loss_tokens,
-        "seq-mean-token-mean": batch.cu_targets.diff() * divisor.loss_sequences,
-        "seq-mean-token-sum-norm": max_completion_tokens * divisor.loss_sequences,
-    }
-    return torch.where(batch.weights == 0, 0.0, batch.weights / divisors[aggregation])
+    if aggregation == "token-mean":
+        weights = batch.weights / divisor.loss_tokens
+    elif aggregation == "seq-mean-token-mean":
+        weights = batch.weights / batch.cu_targets.diff() / divisor.loss_sequences
+    else:
+        weights = batch.weights / (max_completion_tokens * divisor.loss_sequences)
+    return torch.where(batch.weights == 0, 0.0, weights)

@@ -15,6 +15,7 @@ _HEAVY = re.compile(
 )
 _MOST_POWERS = 4
 _LONGEST = 300
+_DEEPEST = 20
 
 
 def load_library() -> None:
@@ -32,7 +33,8 @@ def same_by_library(right: str, given: str) -> bool:
 
 
 def unfit(text: str) -> bool:
-    """Whether the library must not see this: too long, brackets that do not match, or powers that it would work out."""
+    """Whether the library must not see this: too long, brackets that do not match or nest deep, powers that it would
+    work out."""
     if len(text) > _LONGEST or _HEAVY.search(text) or text.count("^") > _MOST_POWERS:
         return True
     try:
@@ -42,9 +44,9 @@ def unfit(text: str) -> bool:
     except Unreadable:
         pass
     depth = 0
-    for brace in re.findall(r"\\.|[{}]", text):
-        depth += (brace == "{") - (brace == "}")
-        if depth < 0:
+    for bracket in re.findall(r"\\.|[][{}()]", text):
+        depth += (bracket in "{([") - (bracket in "})]")
+        if not 0 <= depth <= _DEEPEST:
             return True
     return depth != 0
 
