@@ -25,6 +25,7 @@ from .value import (
     number,
     power,
     root,
+    rounded,
     without_noise,
 )
 
@@ -39,6 +40,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     name: getattr(mp, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")
 } | {"arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "log": mp.log10, "lg": mp.log10}
 _GREEK = re.compile("alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|rho|sigma|omega|tau|epsilon")
+_ROUNDED = {"lfloor": r"\rfloor", "lceil": r"\rceil"}
 _LETTER = re.compile(rf"[A-Za-z]|\\(?:{_GREEK.pattern})")
 
 
@@ -98,8 +100,10 @@ class _Reader:
             elif token in ("/", ":", r"\div"):
                 self._take()
                 value = divide(value, self._signed())
-            elif token in ("+", "-", ")", "]", "}", "|", ",", "=") or token[0].isdigit() or token[0] == ".":
-                break  # a number after a factor is no product: "4 10" is two answers
+            elif token in ("+", "-", ")", "]", "}", "|", ",", "=", r"\rfloor", r"\rceil"):
+                break
+            elif (token[0].isdigit() or token[0] == ".") and self._text[self._at - 1] != "!":
+                break  # a number after a factor is no product: "4 10" is two answers, but 5!5! is one
             else:
                 value = multiply(value, self._power())
         return value
@@ -207,6 +211,10 @@ class _Reader:
             return binomial(self._argument(one_digit=True), self._argument(one_digit=True))
         if name in _FUNCTIONS:
             return self._function(name)
+        if name in _ROUNDED:
+            value = self._sum()
+            self._expect(_ROUNDED[name])
+            return rounded(value, up=name == "lceil")
         if _GREEK.fullmatch(name):
             return self._letter(name)
         raise Unreadable(f"unknown command {name!r}")

@@ -109,7 +109,9 @@ def _same(right: str, given: str, depth: int = 0) -> bool:
     if depth > 4:
         return False
     if choice := chosen_with_text(right):
-        return any(_same(part, given, depth + 1) for part in choice)
+        return chooses(given, choice[0]) or (not chosen_with_text(given) and _same(choice[1], given, depth + 1))
+    if choice := chosen_with_text(given):
+        return _same(right, choice[1], depth + 1)
     many, others = items(right), items(given)
     if (range_ := as_interval(right)) is not None:
         named_others = as_interval(given) or (range_[0], others)

@@ -64,6 +64,7 @@ _COMMANDS = [
         (rf"\\[dtc]frac{_NOT_A_COMMAND}", r"\\frac"),
         (rf"\\[dt]binom{_NOT_A_COMMAND}", r"\\binom"),
         (rf"\{{([^{{}}]+)\\choose{_NOT_A_COMMAND}([^{{}}]+)\}}", r"\\binom{\1}{\2}"),
+        (rf"\{{([^{{}}]+)\\over{_NOT_A_COMMAND}([^{{}}]+)\}}", r"\\frac{\1}{\2}"),
         (rf"\\(?:leq|leqslant){_NOT_A_COMMAND}", r"\\le "),
         (rf"\\(?:geq|geqslant){_NOT_A_COMMAND}", r"\\ge "),
         (rf"\\(?:times|ast|cdotp){_NOT_A_COMMAND}", r"\\cdot "),

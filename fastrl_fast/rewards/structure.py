@@ -13,7 +13,8 @@ _NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([a-z]\))?"
 _POINTS = r"\d?[A-Z](?:\s*[A-Z])*|\d"
 _OF_FIGURE = rf"(?:m\s*)?\\(?:angle|widehat|overline|overarc|arc|triangle)\s*(?:{_POINTS}|\{{\s*(?:{_POINTS})\s*\}})"
 _LENGTH = r"[A-Z]\s*[A-Z]"
-_NAMED = re.compile(rf"\s*({_NAME}|{_OF_FIGURE}|{_LENGTH})\s*(?:=|\\in(?![a-z]))\s*(.+)", re.DOTALL)
+_POINT = r"\([A-Za-z](?:\s*,\s*[A-Za-z])+\)"
+_NAMED = re.compile(rf"\s*({_NAME}|{_POINT}|{_OF_FIGURE}|{_LENGTH})\s*(?:=|\\in(?![a-z]))\s*(.+)", re.DOTALL)
 _REL = r"\s*(<|>|\\le(?![a-z])|\\ge(?![a-z]))\s*"
 _RAY = re.compile(rf"([a-z]){_REL}([^<>,=]+)")
 _REVERSED_RAY = re.compile(rf"([^<>,=]+?){_REL}([a-z])")

@@ -129,6 +129,15 @@ def binomial(top: Value, bottom: Value) -> Fraction:
     return Fraction(math.comb(_small_whole(top), _small_whole(bottom)))
 
 
+def rounded(value: Value, *, up: bool) -> Fraction:
+    """The whole number below or above."""
+    if not isinstance(value, Fraction):
+        if mp.im(value) != 0 or not abs(value) < _LARGEST_LOGARITHM:
+            raise Unreadable("no whole number near it")
+        value = Fraction(int(mp.ceil(value) if up else mp.floor(value)))
+    return Fraction(math.ceil(value) if up else math.floor(value))
+
+
 def _checked(value: Fraction) -> Value:
     """Exact while it is small: a few letters in high powers would otherwise grow without end."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MOST_BITS:
