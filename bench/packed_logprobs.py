@@ -1,6 +1,8 @@
 """packed_logprobs against the best PyTorch a colleague would write, TRL and Liger: scoring, and loss with gradient.
 
-The GEMMs alone run beside it: what is left above them is what the operator costs.
+The GEMMs alone run beside it: what is left above them is what the operator costs. On a CPU the
+bfloat16 targets are for one without bf16 instructions, where torch's own bf16 GEMM is slow; any other can act as one:
+ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python bench/packed_logprobs.py --threads 2 --only bfloat16
 """
 
 from collections.abc import Callable, Iterable
@@ -157,6 +159,7 @@ def training(
         "ours, recomputed": recomputed_loss,
         "torch eager": eager_loss,
         "torch chunks": chunked_loss,
+        **timing.compiled(eager_loss, setting),
     }
     liger = referees.liger_loss(sequences=sequences, rows=4 * CHUNK, compiled=not setting.quick)
     if liger is not None:
@@ -212,18 +215,21 @@ def cases(setting: timing.Setting) -> Iterable[timing.Case]:
             yield training(setting, 16384, h, v, torch.bfloat16, {"three GEMMs": 1 / 1.15})
         yield from logit_kernels(setting)
         return
-    chunks = "torch chunks, no entropy"
-    yield scoring(setting, 256, 896, 32768, torch.float32, {chunks: 1.5, "TRL, no entropy": 1.2})
-    yield scoring(setting, 256, 896, 32768, torch.bfloat16, {chunks: 4.0})
-    yield scoring(setting, 512, 896, 151936, torch.float32, {chunks: 1.35})
-    yield scoring(setting, 512, 896, 151936, torch.bfloat16, {chunks: 4.0})
+    for t, v, dtype, ratio in (
+        (256, 32768, torch.float32, 1.5),
+        (256, 32768, torch.bfloat16, 4.0),
+        (512, 151936, torch.float32, 1.35),
+        (512, 151936, torch.bfloat16, 4.0),
+    ):
+        wanted = dict.fromkeys(("torch chunks, no entropy", "torch.compile"), ratio)
+        yield scoring(setting, t, 896, v, dtype, wanted | ({"TRL, no entropy": 1.2} if t == 256 else {}))
     for t, h, v, dtype, ratio in (
         (4096, 64, 8192, torch.float32, 2.0),
         (4096, 576, 49152, torch.float32, 1.2),
         (512, 896, 151936, torch.float32, 1.05),
         (1024, 576, 49152, torch.bfloat16, 20.0),
     ):
-        yield training(setting, t, h, v, dtype, {"torch eager": ratio, "torch chunks": ratio})
+        yield training(setting, t, h, v, dtype, dict.fromkeys(("torch eager", "torch chunks", "torch.compile"), ratio))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ class Timing:
     low: float
     high: float
     peak_mb: float
+    results_mb: float
+    """What of that the tensors were that the call returned."""
 
 
 def measure(case: Case, *, device: str, repeats: int, budget: float = 60.0) -> dict[str, Timing]:
@@ -68,7 +70,10 @@ def measure(case: Case, *, device: str, repeats: int, budget: float = 60.0) -> d
     Each run is called once for its result (this is the warm-up too), once for its memory, and then all runs take
     turns, `repeats` times or until `budget` seconds are over, but at least three times.
     """
-    case.check({name: run() for name, run in case.runs.items()})
+    results = {name: run() for name, run in case.runs.items()}
+    case.check(results)
+    sizes = {name: _megabytes(result) for name, result in results.items()}
+    del results
     peak, seconds_of = (_gpu_peak_megabytes, _gpu_seconds) if device == "cuda" else (peak_megabytes, _seconds)
     peaks = {name: peak(run) for name, run in case.runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in case.runs}
@@ -79,9 +84,14 @@ def measure(case: Case, *, device: str, repeats: int, budget: float = 60.0) -> d
         for name, run in case.runs.items():
             seconds[name].append(seconds_of(run))
     return {
-        name: Timing(median=statistics.median(s), low=min(s), high=max(s), peak_mb=peaks[name])
+        name: Timing(median=statistics.median(s), low=min(s), high=max(s), peak_mb=peaks[name], results_mb=sizes[name])
         for name, s in seconds.items()
     }
+
+
+def _megabytes(result: Any) -> float:
+    tensors = result if isinstance(result, tuple) else (result,)
+    return sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor)) / 2**20
 
 
 def _seconds(run: Run) -> float:
@@ -196,6 +206,6 @@ def _print(case: Case, timings: dict[str, Timing]) -> None:
         wanted = f"  wanted {case.wanted[name]:g}" if name in case.wanted else ""
         print(
             f"  {name:28} {t.median * 1e3:10.3f} ms  [{t.low * 1e3:.3f}, {t.high * 1e3:.3f}]  "
-            f"{t.peak_mb:8.1f} MB  {ratio:6.2f} x{wanted}",
+            f"{t.peak_mb:8.1f} MB ({t.results_mb:.1f} results)  {ratio:6.2f} x{wanted}",
             flush=True,
         )

@@ -3,8 +3,8 @@
 // computed.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -49,14 +49,10 @@ void check_offsets(const char* name, const int64_t* offsets, int64_t count, int6
         std::string(name) + " must end with " + std::to_string(total) + ", not " + std::to_string(offsets[count]));
 }
 
-void check_rewards(const double* rewards, int64_t count) {
-  const double most = std::numeric_limits<double>::max();
-  int64_t infinite = 0;
-  for (int64_t i = 0; i < count; ++i) infinite += std::abs(rewards[i]) > most;
-  for (int64_t i = 0; infinite > 0 && i < count; ++i) {
-    if (!std::isinf(rewards[i])) continue;
-    check(false, "rewards must be finite, or NaN where ungraded; reward " + std::to_string(i) + " is infinite");
-  }
+void refuse_infinite(const double* rewards, int64_t count) {
+  const double* found = std::find_if(rewards, rewards + count, [](double r) { return std::isinf(r); });
+  const std::string which = std::to_string(found - rewards);
+  check(false, "rewards must be finite, or NaN where ungraded; reward " + which + " is infinite");
 }
 
 GroupAdvantageArgs group_advantage_args(uintptr_t rewards, uintptr_t cu, int64_t groups, bool divide_by_std,
@@ -68,6 +64,21 @@ GroupAdvantageArgs group_advantage_args(uintptr_t rewards, uintptr_t cu, int64_t
 LogitSlab logit_slab(int64_t rows, int64_t cols, int64_t stride, int64_t vocab_begin, uintptr_t targets, float scale) {
   check(rows >= 0 && cols >= 0 && stride >= cols, "a slab needs rows >= 0 and 0 <= cols <= stride");
   return {rows, cols, stride, vocab_begin, at<int64_t>(targets), scale};
+}
+
+SelectDiverseArgs select_diverse_args(uintptr_t token_ids, uintptr_t cu_seqlens, uintptr_t cu_group_sizes,
+                                      int64_t groups, uintptr_t classes, int64_t tau_millionths, int ngram,
+                                      bool seed_only, uintptr_t kept, uintptr_t representative) {
+  return {at<int64_t>(token_ids),
+          at<int64_t>(cu_seqlens),
+          at<int64_t>(cu_group_sizes),
+          at<int64_t>(classes),
+          groups,
+          tau_millionths,
+          ngram,
+          seed_only,
+          at<bool>(kept),
+          at<int64_t>(representative)};
 }
 
 // The same pointers as float or as double: their own type cannot be known here.
@@ -137,9 +148,12 @@ PYBIND11_MODULE(_fastrl_fast, m) {
                                 bool leave_one_out, int ddof, double eps, uintptr_t out, uintptr_t dead, int threads) {
         const auto args = group_advantage_args(rewards, cu, groups, divide_by_std, leave_one_out, ddof, eps, out, dead);
         check_offsets("cu_group_sizes", args.cu_group_sizes, groups, count);
-        check_rewards(args.rewards, count);
-        py::gil_scoped_release release;
-        cpu::group_advantage(args, threads);
+        bool finite;
+        {
+          py::gil_scoped_release release;
+          finite = cpu::group_advantage(args, threads);
+        }
+        if (!finite) refuse_infinite(args.rewards, count);
       });
 
   m.def("logit_fold_cpu",
@@ -172,16 +186,8 @@ PYBIND11_MODULE(_fastrl_fast, m) {
   m.def("select_diverse_cpu", [](uintptr_t token_ids, int64_t tokens, uintptr_t cu_seqlens, int64_t rollouts,
                                  uintptr_t cu_group_sizes, int64_t groups, uintptr_t classes, int64_t tau_millionths,
                                  int ngram, bool seed_only, uintptr_t kept, uintptr_t representative, int threads) {
-    const SelectDiverseArgs args{at<int64_t>(token_ids),
-                                 at<int64_t>(cu_seqlens),
-                                 at<int64_t>(cu_group_sizes),
-                                 at<int64_t>(classes),
-                                 groups,
-                                 tau_millionths,
-                                 ngram,
-                                 seed_only,
-                                 at<bool>(kept),
-                                 at<int64_t>(representative)};
+    const auto args = select_diverse_args(token_ids, cu_seqlens, cu_group_sizes, groups, classes, tau_millionths, ngram,
+                                          seed_only, kept, representative);
     check_offsets("cu_seqlens", args.cu_seqlens, rollouts, tokens);
     check_offsets("cu_group_sizes", args.cu_group_sizes, groups, rollouts);
     py::gil_scoped_release release;
@@ -303,16 +309,8 @@ PYBIND11_MODULE(_fastrl_fast, m) {
                                   uintptr_t workspace, uintptr_t kept, uintptr_t representative, uintptr_t stream) {
     const NvtxRange range{"select_diverse"};
     check(tokens < (int64_t{1} << 30), "token_ids must be fewer than 2^30, not " + std::to_string(tokens));
-    const SelectDiverseArgs args{at<int64_t>(token_ids),
-                                 at<int64_t>(cu_seqlens),
-                                 at<int64_t>(cu_group_sizes),
-                                 at<int64_t>(classes),
-                                 groups,
-                                 tau_millionths,
-                                 ngram,
-                                 seed_only,
-                                 at<bool>(kept),
-                                 at<int64_t>(representative)};
+    const auto args = select_diverse_args(token_ids, cu_seqlens, cu_group_sizes, groups, classes, tau_millionths, ngram,
+                                          seed_only, kept, representative);
     check_cuda("select_diverse", cuda::select_diverse(args, tokens, at<int>(workspace), at<void>(stream)));
   });
 #else

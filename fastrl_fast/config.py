@@ -213,8 +213,13 @@ class LogConfig:
     """Any of tensorboard, wandb, trackio; each must be installed."""
     rollouts: bool = True
     """Write every rollout with its reward, advantage and fate to rollouts.jsonl."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps, from 1, of which rank 0 writes what torch's profiler saw to profile/step-N.json.gz in the run folder; they
+    take longer."""
 
     def __post_init__(self) -> None:
+        first = min(self.profile_steps, default=1)
+        require(first >= 1, "log.profile_steps", "steps counted from 1", self.profile_steps)
         for tracker in self.trackers:
             require(tracker in get_args(Tracker), "log.trackers", f"made of {', '.join(get_args(Tracker))}", tracker)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import nvtx
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -36,7 +37,7 @@ class Clock:
         if self.on_phase:
             self.on_phase(phase)
         started = time.perf_counter()
-        with nvtx.annotate(phase, domain="fastrl_fast"):
+        with nvtx.annotate(phase, domain="fastrl_fast"), torch.profiler.record_function(phase):
             yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 

@@ -6,6 +6,7 @@ from . import distributed, savings
 from .alarms import Alarms
 from .interrupt import Interrupted
 from .metrics import phase
+from .profiling import step_range
 from .trainer import Trainer
 
 SECONDS_TO_SETTLE = 15.0
@@ -51,10 +52,16 @@ class TrainingRun:
             self.clock.take()
         while self.trainer.steps_done < self.trainer.total_steps or self.unlogged is not None:
             if self.unlogged is None:
-                self.unlogged = self.trainer.step()
+                self.unlogged = self._step()
             self._end_step(self.unlogged)
         if not self.accuracy_after:
             self.accuracy_after = self.evaluate()
+
+    def _step(self) -> dict[str, float]:
+        number, log = self.trainer.steps_done + 1, self.parts.log
+        traced = number in self.config.log.profile_steps
+        with step_range(number, log.folder / "profile" if log and traced else None):
+            return self.trainer.step()
 
     def _end_step(self, metrics: dict[str, float]) -> None:
         """Measure, log and save where it is due; a run that was left before that starts with it."""

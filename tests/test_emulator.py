@@ -31,6 +31,7 @@ from fastrl_fast.ops import (
     selection,
 )
 from fastrl_fast.ops._lib import kernels as compiled
+from fastrl_fast.ops.loss_settings import RATIO_KINDS
 
 EMULATOR = Path(__file__).parent / "emulator"
 sys.path.insert(0, str(EMULATOR))
@@ -320,17 +321,17 @@ def test_fused_policy_loss_with_the_cuda_kernels(on_cuda, dtype, monkeypatch):
 
 def test_select_diverse_with_the_cuda_kernel(on_cuda):
     arguments = [torch.from_numpy(x) for x in checks.Rollouts(2, **checks.SELECTION_CASES[2]).arguments()]
-    ours = selection._cuda(*arguments, True, 350_000, 2)
+    ours = selection._forward(*(x.as_subclass(CudaTensor) for x in arguments), True, 350_000, 2)
     for x, y in zip(ours, reference.select_diverse(*arguments, rule="mdap_seed", tau=0.35, ngram=2), strict=True):
         assert torch.equal(x, y)
     assert on_cuda.called == {"select_diverse_cuda"}
 
 
-@pytest.mark.parametrize("ratio", policy_losses.RATIO_KINDS)
+@pytest.mark.parametrize("ratio", RATIO_KINDS)
 def test_policy_loss_with_the_cuda_kernel(on_cuda, ratio):
     arrays, cu = checks.policy_case([5, 300, 1, 0, 129, 7], np.float32, 0)
     tensors = [torch.from_numpy(x).as_subclass(CudaTensor) for x in (*arrays, cu)]
-    settings = (policy_losses.RATIO_KINDS.index(ratio), 0, 2, 0.05, 0.1, math.inf, 0.3)
+    settings = (RATIO_KINDS.index(ratio), 0, 2, 0.05, 0.1, math.inf, 0.3)
     ours = policy_losses._forward(*tensors, *settings)
     truth = checks.true_policy_loss(arrays, cu, checks.PolicySettings(*settings))
     for x, y in zip(ours, truth, strict=True):

@@ -6,9 +6,12 @@ import math
 import pytest
 import torch
 from numerics import assert_at_most_twice
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl_fast.ops import (
     Importance,
+    LossSettings,
     fused_policy_loss,
     importance_weights,
     logit_chunks,
@@ -17,6 +20,7 @@ from fastrl_fast.ops import (
     policy_loss,
     reference,
 )
+from fastrl_fast.ops.loss_rows import Columns, LossNumbers, LossRows
 
 HEADS = {
     "plain": {},
@@ -82,9 +86,17 @@ def run(function, leaves, rest, optional, **options):
     return outputs, torch.autograd.grad(outputs[0], leaves)
 
 
+@pytest.fixture
+def borrowed_chunks(small_chunks, monkeypatch):
+    """The first chunk is of 6 rows, as many as lie in the gradient of the weight; the others are of 4."""
+    monkeypatch.setitem(logit_chunks.CHUNK_ELEMENTS, "cpu", 4 * 101)
+
+
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_equals_the_two_operators(name, head, small_chunks):
+@pytest.mark.parametrize("chunks", ["small_chunks", "borrowed_chunks"])
+def test_equals_the_two_operators(name, head, chunks, request):
+    request.getfixturevalue(chunks)
     for seed in range(3):
         case = make(name, seed=seed)
         ours, gradients = run(fused, *case, head=head, **LOSSES[name])
@@ -96,18 +108,77 @@ def test_equals_the_two_operators(name, head, small_chunks):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_float32_is_as_exact_as_torch(name, small_chunks):
-    case = make(name, dtype=torch.float32, h=24, v=1003)
+def test_float32_is_as_exact_as_torch(name, borrowed_chunks):
+    assert_as_exact_as_torch(make(name, dtype=torch.float32, h=24, v=1003), LOSSES[name])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("case", ["logits of 50", "one token", "forbidden tokens"])
+def test_extremes(case, name, borrowed_chunks):
+    leaves, (targets, advantages, weights, cu), optional = make(name, dtype=torch.float32, h=24, v=203)
+    hidden, _, bias = (x.detach() for x in leaves)
+    largest = 20.0
+    if case == "logits of 50":
+        hidden *= 25
+        largest = 400.0
+    if case == "forbidden tokens":
+        bias[:120] = -math.inf  # whole slabs of nothing come first
+        targets = targets % 83 + 120
+    if case == "one token":
+        targets, advantages, weights, cu = targets[:1], advantages[:1], weights[:1], torch.tensor([0, 1])
+        optional = {n: x[:1] for n, x in optional.items()}
+    rest = (targets, advantages, weights, cu)
+    own = reference.packed_logprobs(*leaves[:2], targets, row_index=optional["row_index"], bias=leaves[2])[0]
+    for column, gap in (("old_logprobs", 0.06), ("ref_logprobs", 0.3)):
+        if column in optional:
+            optional[column] = (own.detach() + gap * torch.sin(torch.arange(len(own)))).float()
+    assert_as_exact_as_torch((leaves, rest, optional), LOSSES[name], largest=largest)
+
+
+def assert_as_exact_as_torch(case, loss, *, largest=20.0):
+    """`largest`: the largest logit, of which a logprob is a difference."""
     wide = ([x.detach().double().requires_grad_() for x in case[0]],
             tuple(x.double() if x.is_floating_point() else x for x in case[1]),
             {k: v.double() if v.is_floating_point() else v for k, v in case[2].items()})  # fmt: skip
-    ours = run(fused, *case, head={}, **LOSSES[name])
-    torchs = run(lambda *a, **k: unfused(*a, exact=True, **k), *case, head={"dtype": torch.float32}, **LOSSES[name])
-    truth = run(lambda *a, **k: unfused(*a, exact=True, **k), *wide, head={}, **LOSSES[name])
+    ours = run(fused, *case, head={}, **loss)
+    torchs = run(lambda *a, **k: unfused(*a, exact=True, **k), *case, head={"dtype": torch.float32}, **loss)
+    truth = run(lambda *a, **k: unfused(*a, exact=True, **k), *wide, head={}, **loss)
     for x, y, t in zip(ours[0][1:3], torchs[0][1:3], truth[0][1:3], strict=True):
-        assert_at_most_twice(x, y, t, size=20.0)
+        assert_at_most_twice(x, y, t, size=largest)
     for x, y, t, size in zip(ours[1], torchs[1], truth[1], (3.5, 1.0, 1.0), strict=True):
-        assert_at_most_twice(x, y, t, size=20 * size)
+        assert_at_most_twice(x, y, t, size=largest * size)
+
+
+class Made(TorchDispatchMode):
+    """Address and bytes of every storage that an operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self.storages.add((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
+        return result
+
+
+def test_logits_of_few_rows_need_no_memory_but_that_of_the_gradient(monkeypatch):
+    """As many rows as the head is wide: beside the weight's gradient, the largest thing made is a slab."""
+    slab = 24 * 100
+    monkeypatch.setitem(logit_slabs.LIMITS, "cpu", logit_slabs.SlabLimits(elements=slab, rows=24, columns=100))
+    hidden, weight = torch.randn(24, 24), torch.randn(5003, 24)
+    numbers = torch.arange(24)
+    loss = LossRows(Columns(*[None] * 4, torch.ones(24), torch.ones(24), torch.arange(25)),
+                    LossNumbers(*LossSettings().numbers(), 0, 2.0, 0.0), torch.float32)  # fmt: skip
+    head = logit_slabs.Head(
+        weight=weight, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, dtype=torch.float32
+    )
+    with Made() as made:
+        logit_chunks.walk(hidden, numbers, head, loss, (True, True, False))
+    sizes = sorted(size for address, size in made.storages if address != weight.data_ptr())
+    assert sizes[-1] == weight.nbytes and sizes[-2] <= 4 * slab
 
 
 @pytest.mark.parametrize("rows", [8, 12, 1024], ids=["made twice", "chunks", "one chunk"])
@@ -201,6 +272,26 @@ def test_importance_weights_multiply_the_advantage_alone(ratio, kind, old, kl_co
     torch.testing.assert_close(gradients, true_gradients, rtol=1e-10, atol=1e-13)
     plain = run(fused, leaves, rest, optional, head={}, clip_low=0.02, clip_high=0.03, **settings)[1]
     assert not torch.allclose(plain[0], gradients[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("old", ["own", "given"])
+@pytest.mark.parametrize("kind", IMPORTANCE)
+def test_a_masked_token_weighs_nothing_in_its_sequence(kind, old, small_chunks, monkeypatch):
+    """Masking tokens equals taking them out, whatever their logprobs are, with the policy's own old ones or given."""
+    monkeypatch.setitem(logit_chunks.CHUNK_ROWS, "cpu", 12)
+    leaves, (targets, *per_sequence, cu), optional = make("kl", seed=2)
+    masked = torch.arange(25) % 3 == 0
+    if old == "given":
+        optional["old_logprobs"] = optional["rollout_logprobs"] + 0.1 * torch.sin(torch.arange(25.0).double())
+    few = {name: x[~masked] for name, x in optional.items()}
+    left = torch.cat([cu.new_zeros(1), (~masked).cumsum(0)])[cu]
+    settings = {"head": {}, "importance": IMPORTANCE[kind], "kl_coef": 0.3}
+    truth, true_gradients = run(fused, leaves, (targets[~masked], *per_sequence, left), few, **settings)
+    broken = {n: x.masked_fill(masked, math.nan) if n != "row_index" else x for n, x in optional.items()}
+    broken["token_weights"] = (~masked).double()
+    ours, gradients = run(fused, leaves, (targets, *per_sequence, cu), broken, **settings)
+    torch.testing.assert_close(ours[0], truth[0], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gradients, true_gradients, rtol=1e-10, atol=1e-13)
 
 
 def test_importance_weights_by_hand():

@@ -19,7 +19,7 @@ from fastrl_fast.ops import (
     reference,
     select_diverse,
 )
-from fastrl_fast.ops.policy_loss import CLIP_KINDS, RATIO_KINDS
+from fastrl_fast.ops.loss_settings import CLIP_KINDS, RATIO_KINDS
 from fastrl_fast.ops.prefix_attention import plan_prefixes, prefix_attention
 
 pytestmark = [

@@ -29,6 +29,7 @@ RANKS = {
     1: ["ops"],
     2: [
         "advantage",
+        "arrays",
         "prune",
         "budget",
         "packing",
@@ -51,6 +52,7 @@ RANKS = {
         "distributed",
         "checkpoint",
         "metrics",
+        "profiling",
         "run_folder",
         "step_report",
         "alarms",

@@ -9,7 +9,7 @@ from numerics import assert_at_most_twice, error
 from torch import Tensor
 
 from fastrl_fast.ops import policy_loss, reference
-from fastrl_fast.ops.policy_loss import CLIP_KINDS, KL_KINDS, RATIO_KINDS
+from fastrl_fast.ops.loss_settings import CLIP_KINDS, KL_KINDS, RATIO_KINDS
 
 KINDS = list(itertools.product(RATIO_KINDS, CLIP_KINDS))
 LENGTHS = [3, 1, 0, 17, 2, 5, 1, 9]

@@ -18,7 +18,8 @@ from rich.console import Console
 pytest.importorskip("matplotlib", reason="the report's pictures need matplotlib: pip install 'fastrl_fast[report]'")
 
 from fastrl_fast import cli, report, train
-from fastrl_fast.report import sample
+from fastrl_fast.drop_reasons import DROP_REASONS
+from fastrl_fast.report import charts, sample
 from fastrl_fast.report.charts import CHARTS, draw, running_mean
 from fastrl_fast.report.comparison import compare
 from fastrl_fast.report.facts import alarms, facts, flops, merged, plain, seconds
@@ -432,6 +433,11 @@ def test_small_things() -> None:
     assert merged([["a", "c"], ["a", "b", "c", "d"], ["e", "c"]]) == ["e", "a", "b", "c", "d"]
     assert sparkline([0.0, 1.0, 2.0, 7.0]) == "▁▂▃█"
     assert sparkline([3.0, 3.0]) == "▁▁" and sparkline([0.0, 2.0, 8.0, 8.0], width=2) == "▁█"
+
+
+def test_no_two_layers_have_one_colour() -> None:
+    layers = 1 + len(DROP_REASONS)
+    assert len({charts._colour(place) for place in range(layers)}) == layers
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)

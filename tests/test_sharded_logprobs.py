@@ -126,7 +126,36 @@ def test_sequence_sums():
     assert gradient.tolist() == [0.0] * 3 + [4.0] * 9
     alone = sequence_sums(logprobs[3:], torch.tensor([0, 9]), old_logprobs=old[3:])
     assert torch.equal(alone[0], sums[2]), "bit for bit, whatever else is in the batch"
+    none = sequence_sums(logprobs[:0], torch.tensor([0]))
+    assert none.shape == (0, 3) and none.dtype == torch.float64
+    (gradient,) = torch.autograd.grad(none.sum(), logprobs)
+    assert not gradient.any()
     own = sequence_sums(logprobs, cu)
     assert not own[:, 1].any() and torch.equal(own[:, 0], sums[:, 0])
     with pytest.raises(ValueError, match="old_logprobs must be one per token"):
         sequence_sums(logprobs, cu, old_logprobs=old[:3])
+
+
+def test_gradcheck_and_compile_of_sequence_sums():
+    generator = torch.Generator().manual_seed(1)
+    logprobs = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
+    old, cu = torch.randn(7, generator=generator, dtype=torch.float64), torch.tensor([0, 3, 3, 7])
+
+    def sums(x):
+        return sequence_sums(x, cu, old_logprobs=old)
+
+    assert torch.autograd.gradcheck(sums, logprobs)
+    compiled = torch.compile(sums, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(logprobs), sums(logprobs))
+
+
+def test_gradcheck_of_one_shard():
+    generator = torch.Generator().manual_seed(2)
+    leaves = [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+              for shape in ((3, 4), (11, 4), (11,))]  # fmt: skip
+    targets, alone = torch.tensor([0, 10, 4]), Shard(0, lambda x: x[None], lambda x: x)
+
+    def run(hidden, weight, bias):
+        return sharded_logprobs(hidden, weight, targets, bias=bias, shard=alone, temperature=0.7)
+
+    assert torch.autograd.gradcheck(run, leaves)

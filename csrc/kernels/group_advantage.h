@@ -28,8 +28,9 @@ struct GroupAdvantageArgs {
 };
 
 namespace cpu {
-void group_advantage(const GroupAdvantageArgs& args, int num_threads);
-}
+// Returns whether all rewards are finite or NaN; if not, the advantages of their groups mean nothing.
+bool group_advantage(const GroupAdvantageArgs& args, int num_threads);
+}  // namespace cpu
 namespace cuda {
 // Asynchronous on `stream` (a cudaStream_t); pointers are device pointers. Returns a cudaError_t.
 int group_advantage(const GroupAdvantageArgs& args, void* stream);

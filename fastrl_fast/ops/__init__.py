@@ -5,6 +5,7 @@ from fastrl_fast.ops.fused_policy_loss import fused_policy_loss
 from fastrl_fast.ops.gradient_sketch import gradient_sketch
 from fastrl_fast.ops.group_advantage import PRESETS, group_advantage
 from fastrl_fast.ops.importance import IMPORTANCE_KINDS, Importance, importance_weights
+from fastrl_fast.ops.loss_settings import LossSettings
 from fastrl_fast.ops.packed_logprobs import packed_logprobs
 from fastrl_fast.ops.policy_loss import PolicyLossStats, policy_loss
 from fastrl_fast.ops.selection import RULES, select_diverse
@@ -18,6 +19,7 @@ __all__ = [
     "RULES",
     "Choice",
     "Importance",
+    "LossSettings",
     "PolicyLossStats",
     "Shard",
     "choose_rollouts",

@@ -1,6 +1,5 @@
 """Loss of the policy from hidden states and head weights, its gradient made in the forward pass."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,7 +8,8 @@ from torch import Tensor
 from fastrl_fast.ops import logit_chunks, logit_slabs
 from fastrl_fast.ops._lib import check, library
 from fastrl_fast.ops.importance import IMPORTANCE_KINDS, Importance, check_importance
-from fastrl_fast.ops.loss_rows import Columns, LossRows, LossSettings
+from fastrl_fast.ops.loss_rows import Columns, LossNumbers, LossRows
+from fastrl_fast.ops.loss_settings import LossSettings, check_loss
 from fastrl_fast.ops.packed_logprobs import (
     build_head,
     check_settings,
@@ -20,8 +20,7 @@ from fastrl_fast.ops.packed_logprobs import (
     operand_dtype,
     scatter_rows,
 )
-from fastrl_fast.ops.policy_loss import CLIP_KINDS, KL_KINDS, RATIO_KINDS, PolicyLossStats
-from fastrl_fast.ops.policy_loss import check_settings as check_loss_settings
+from fastrl_fast.ops.policy_loss import PolicyLossStats
 from fastrl_fast.ops.policy_loss import check_tensors as check_loss_tensors
 
 library.define(
@@ -47,68 +46,64 @@ def fused_policy_loss(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    token_weights: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-    ratio: str = "token",
-    clip: str = "ppo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    kl: str = "k3",
-    kl_coef: float = 0.0,
     importance: Importance | None = None,
+    **loss: Any,
 ) -> tuple[Tensor, Tensor, Tensor, PolicyLossStats]:
     """Return policy_loss(packed_logprobs(...)) and its parts, with three GEMMs in all instead of four.
 
-    Chunks of rows keep their logits (60 MB on the CPU, 1 GB on a GPU), so the gradient needs no second set of them;
-    rows whose gradient is 0 (no advantage, clipped, masked) are left out of the two GEMMs of the gradient, and those
-    known beforehand to have none only pass through the memory of `packed_logprobs`. The gradients of `hidden`, `weight`
-    and `bias` are made here, once, in float32 (float64 where computed in float64), and only handed out by backward:
-    of the loss alone, logprobs and entropy are constants. `weight` in low precision needs a float32 sum of its size.
-    Where a sequence's tokens depend on each other (`ratio` other than token with `old_logprobs` or `token_weights`,
-    `importance` of sequences without `old_logprobs`), a chunk holds whole sequences; where one has more rows than a
-    chunk, all logits are made twice.
+    Chunks of rows keep their logits (`logit_chunks`), so the gradient needs no second set of them; rows whose gradient
+    is 0 (no advantage, clipped, masked) are left out of the two GEMMs of the gradient. The gradients of `hidden`,
+    `weight` and `bias` are made here, once, in float32 (float64 where computed in float64), and only handed out by
+    backward: of the loss alone, logprobs and entropy are constants. `weight` in low precision needs a float32 sum of
+    its size. Where a sequence's tokens depend on each other (`ratio` other than token with `old_logprobs` or
+    `token_weights`, `importance` of sequences without `old_logprobs`) a chunk holds whole sequences.
 
     Args:
         hidden, weight, targets, row_index, bias, temperature, softcap, logit_scale: as in `packed_logprobs`.
-        advantages, weights, cu_targets and all other settings: as in `policy_loss`.
         importance: multiplies the advantages by `importance_weights` of the old logprobs, or of the policy's own where
-            these are None; the KL term keeps its weight. None = no correction.
+            these are None, over the tokens that are not masked; the KL term keeps its weight. None = no correction.
+        advantages, weights, cu_targets, loss: all that `policy_loss` takes.
 
     Returns:
         loss [], logprobs [N], entropy [N], statistics.
 
     Raises:
-        ValueError: as `packed_logprobs` and `policy_loss` do; an importance of tokens with a ratio of sequences; kinds
-            or bounds of `importance` that are none.
+        ValueError: as `packed_logprobs` and `policy_loss` do; what `importance` or its kind beside `ratio` cannot be.
 
     Source: design.md 4.1.
     """
     check_settings(temperature, softcap, logit_scale)
     check_tensors(hidden, weight, targets, row_index, bias)
-    check_loss_settings(ratio, clip, kl, clip_low, clip_high, dual_clip, kl_coef)
-    given = (old_logprobs, ref_logprobs, rollout_logprobs)
-    like = targets.new_empty(targets.shape, dtype=torch.float32, device="meta")
-    check_loss_tensors(like, advantages, weights, cu_targets, (*given, token_weights))
-    check(kl_coef == 0 or ref_logprobs is not None, f"kl_coef = {kl_coef} needs ref_logprobs")
-    importance = importance or Importance()
+    arguments = _loss_arguments(targets, (advantages, weights, cu_targets), importance or Importance(), **loss)
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    loss_sum, logprobs, entropy, stats, *_ = torch.ops.fastrl_fast.fused_policy_loss(
+        hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale), *arguments, needs
+    )
+    return loss_sum, logprobs, entropy, PolicyLossStats(*stats.unbind())
+
+
+def _loss_arguments(
+    targets: Tensor,
+    per_sequence: tuple[Tensor, Tensor, Tensor],
+    importance: Importance,
+    *,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """Check everything that is the loss's, and return it in the operator's order."""
+    chosen, given = LossSettings(**settings), (old_logprobs, ref_logprobs, rollout_logprobs, token_weights)
+    check_loss(chosen, ref_logprobs)
+    check_loss_tensors(targets.new_empty(targets.shape, dtype=torch.float32, device="meta"), *per_sequence, given)
     check_importance(importance, rollout_logprobs)
     check(
-        ratio == "token" or importance.of_sequences or importance.kind == "none",
-        f"importance.kind must be of sequences where ratio is {ratio!r}, not {importance.kind}",
+        chosen.ratio == "token" or importance.of_sequences or importance.kind == "none",
+        f"importance.kind must be of sequences where ratio is {chosen.ratio!r}, not {importance.kind}",
     )
-    asked = torch.is_grad_enabled()
-    needs = [asked and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    loss, logprobs, entropy, stats, *_ = torch.ops.fastrl_fast.fused_policy_loss(
-        hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale),
-        *given, token_weights, advantages, weights, cu_targets,
-        RATIO_KINDS.index(ratio), CLIP_KINDS.index(clip), KL_KINDS.index(kl),
-        float(clip_low), float(clip_high), math.inf if dual_clip is None else float(dual_clip), float(kl_coef),
-        IMPORTANCE_KINDS.index(importance.kind), float(importance.cap), float(importance.floor), needs,
-    )  # fmt: skip
-    return loss, logprobs, entropy, PolicyLossStats(*stats.unbind())
+    kind, cap, floor = importance
+    return (*given, *per_sequence, *chosen.numbers(), IMPORTANCE_KINDS.index(kind), float(cap), float(floor))
 
 
 def _forward(
@@ -117,7 +112,7 @@ def _forward(
     bias, needs = rest[0], rest[-1]
     head = build_head(hidden, weight, *rest[:4])
     check_targets(targets, weight)
-    work = LossRows(Columns(*rest[4:11]), LossSettings(*rest[11:-1]), head.dtype)
+    work = LossRows(Columns(*rest[4:11]), LossNumbers(*rest[11:-1]), head.dtype)
     order, n = work.order, work.moving
     source = order if row_index is None else row_index[order]
     rows, targets = gather_rows(hidden, source, operand_dtype(hidden, weight)), targets[order]

@@ -16,7 +16,8 @@ from fastrl_fast.ops.logit_slabs import Grads, Head
 
 CHUNK_ELEMENTS = {"cpu": 15 << 20, "cuda": 1 << 28}
 """Logits kept at a time: 60 MB of float32 on a CPU, 1 GB on a GPU."""
-CHUNK_ROWS = {"cpu": 1024, "cuda": 16384}
+CHUNK_ROWS = {"cpu": 512, "cuda": 16384}
+"""As many as make a slab on a CPU: more would narrow it."""
 
 
 class Walk(NamedTuple):
@@ -56,25 +57,28 @@ def walk(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple
     """Return logprobs and entropy [N] of every row, and the gradients of `loss`.
 
     hidden [N, H] in `head.dtype`, or in bfloat16 on CUDA with float32 sums; targets [N]. Rows whose slope is 0 take no
-    part in the second and third GEMM. Where a chunk would be too small for rows that belong together the logits are
-    made twice.
+    part in the second and third GEMM. The first chunk keeps its logits where the weight's gradient will be written, if
+    as many rows fit there as into a buffer. Where a chunk would be too small for rows that belong together the logits
+    are made twice.
     """
-    vocabulary, device = head.weight.shape[0], hidden.device.type
-    stretches = _stretches(hidden.shape[0], vocabulary, device, loss.borders)
+    n, (vocabulary, width), device = hidden.shape[0], head.weight.shape, hidden.device.type
+    most = max(1, min(CHUNK_ROWS[device], CHUNK_ELEMENTS[device] // vocabulary))
+    within = min(width, CHUNK_ROWS[device]) if needs[1] and head.weight.is_contiguous() else 0
+    stretches = _stretches(n, max(within, most), most, loss.borders)
     if stretches is None:
         return _walk_twice(hidden, targets, head, loss, needs)
     made = Walk(
-        hidden.new_empty(hidden.shape[0], dtype=head.dtype),
-        hidden.new_empty(hidden.shape[0], dtype=head.dtype),
+        hidden.new_empty(n, dtype=head.dtype),
+        hidden.new_empty(n, dtype=head.dtype),
         torch.zeros_like(hidden, dtype=head.dtype) if needs[0] else None,
         torch.empty_like(head.weight, dtype=head.dtype) if needs[1] else None,
         torch.zeros_like(head.bias, dtype=torch.float64) if needs[2] and head.bias is not None else None,
     )
-    written = False
-    most = max((rows.stop - rows.start for rows in stretches), default=0)
-    kept = hidden.new_empty(most * vocabulary, dtype=head.dtype)
+    borrowed = made.grad_weight if stretches and stretches[0].stop <= within else None
+    most = max((rows.stop - rows.start for rows in stretches[0 if borrowed is None else 1 :]), default=0)
+    kept, written = hidden.new_empty(most * vocabulary, dtype=head.dtype), False
     for rows in stretches:
-        slabs = _slabs(kept, rows.stop - rows.start, vocabulary, logit_slabs.LIMITS[device])
+        slabs = _slabs(rows.stop - rows.start, head, kept, borrowed if rows.start == 0 else None)
         chunk = _Chunk(rows, hidden[rows], targets[rows], slabs)
         grads = _fill(chunk, head, loss, made)
         live = torch.nonzero(grads.logprobs)[:, 0] if loss.sparse else None
@@ -86,19 +90,23 @@ def walk(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs: tuple
     return made
 
 
-def _stretches(rows: int, vocabulary: int, device: str, borders: list[int] | None) -> list[slice] | None:
-    """Cut the rows into chunks; None where what belongs together is too large for one."""
-    most = max(1, min(CHUNK_ROWS[device], CHUNK_ELEMENTS[device] // vocabulary))
-    if borders is None:  # of equal size, or the last GEMMs would be small ones
-        count = max(1, -(-rows // most))
-        return list(logit_slabs.slices(rows, max(1, -(-rows // count))))
-    whole, start = [], 0
+def _stretches(rows: int, first: int, most: int, borders: list[int] | None) -> list[slice] | None:
+    """Cut the rows into chunks of at most `most`, the first one of at most `first` >= most.
+
+    None where what belongs together is too large for one.
+    """
+    if borders is None:
+        start = min(first, rows) if first > most else 0
+        # the rest in equal parts, or the last GEMMs would be small ones
+        step = -(-(rows - start) // max(1, -(-(rows - start) // most)))
+        borders = [0, *range(start, rows, max(1, step)), rows]
+    whole, start, room = [], 0, first
     for begin, end in pairwise(border for border in borders if border <= rows):
-        if end - begin > most:
-            return None
-        if end - start > most:
+        if end - start > room and begin > start:
             whole.append(slice(start, begin))
-            start = begin
+            start, room = begin, most
+        if end - start > room:
+            return None
     return [*whole, slice(start, rows)] if start < rows else whole
 
 
@@ -155,10 +163,18 @@ def _walk_twice(hidden: Tensor, targets: Tensor, head: Head, loss: Slopes, needs
     return Walk(logprobs, entropy, grad_rows, grad_weight, grad_bias)
 
 
-def _slabs(kept: Tensor, rows: int, vocabulary: int, limits: logit_slabs.SlabLimits) -> list[tuple[slice, Tensor]]:
-    """Cut the buffer into one contiguous block of logits per slab of the vocabulary."""
-    step = max(1, min(limits.columns, limits.elements // rows))
-    return [
-        (columns, kept[rows * columns.start : rows * columns.stop].view(rows, columns.stop - columns.start))
-        for columns in logit_slabs.slices(vocabulary, step)
-    ]
+def _slabs(rows: int, head: Head, kept: Tensor, grad_weight: Tensor | None) -> list[tuple[slice, Tensor]]:
+    """Return a contiguous block for the logits of each slab of the vocabulary: in `kept`, or in the weight's gradient.
+
+    There a slab lies where the next slab's part of the gradient will be written: by then it has been used. The last
+    ones, behind which there is no room, get memory of their own.
+    """
+    limits, (vocabulary, width) = logit_slabs.LIMITS[kept.device.type], head.weight.shape
+    kept = kept if grad_weight is None else grad_weight.view(-1)
+    slabs = []
+    for columns in logit_slabs.slices(vocabulary, max(1, min(limits.columns, limits.elements // rows))):
+        size = rows * (columns.stop - columns.start)
+        begin = rows * columns.start if grad_weight is None else width * columns.stop
+        block = kept[begin : begin + size] if begin + size <= kept.numel() else kept.new_empty(size)
+        slabs.append((columns, block.view(rows, -1)))
+    return slabs

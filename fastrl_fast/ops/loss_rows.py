@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastrl_fast.ops.importance import IMPORTANCE_KINDS, Importance, importance_weights
-from fastrl_fast.ops.policy_loss import RATIO_KINDS, PolicyLossStats
+from fastrl_fast.ops.loss_settings import RATIO_KINDS
+from fastrl_fast.ops.policy_loss import PolicyLossStats
 
 TOKEN = RATIO_KINDS.index("token")
 
@@ -25,8 +26,8 @@ class Columns(NamedTuple):
     cu_targets: Tensor
 
 
-class LossSettings(NamedTuple):
-    """As `policy_loss` and `Importance` have them; kinds by their numbers."""
+class LossNumbers(NamedTuple):
+    """`LossSettings` and `Importance` as the operator takes them."""
 
     ratio: int
     clip: int
@@ -47,7 +48,7 @@ class LossRows:
     first update every ratio is 1, so that tokens of equal weight stand alone whatever the ratio is of.
     """
 
-    def __init__(self, columns: Columns, settings: LossSettings, dtype: torch.dtype) -> None:
+    def __init__(self, columns: Columns, settings: LossNumbers, dtype: torch.dtype) -> None:
         def cast(x: Tensor | None) -> Tensor | None:
             return x if x is None else x.to(dtype)
 
@@ -57,7 +58,7 @@ class LossRows:
         corrected = importance.kind != "none"
         known = None
         if corrected and old is not None and rollout is not None:
-            known = importance_weights(old, rollout, cu, importance)[0]
+            known = importance_weights(*_unmasked(old, rollout, factors), cu, importance)[0]
             a = a * known if importance.of_sequences else a
         a_token, w_token = (torch.repeat_interleave(x, cu.diff()) for x in (a, w))
         if known is not None and not importance.of_sequences:
@@ -120,3 +121,10 @@ class LossRows:
             merged[highest] = torch.maximum(stats[highest], part[highest])
             stats = merged
         return loss, stats
+
+
+def _unmasked(old: Tensor, rollout: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both logprobs, equal where a token is masked: whatever these are, it weighs nothing in its sequence."""
+    if factors is None:
+        return old, rollout
+    return torch.where(factors == 0, 0, old), torch.where(factors == 0, 0, rollout)

@@ -39,23 +39,20 @@ def packed_logprobs(
     z_v = softcap(x_v * logit_scale) / temperature with x_v = h . W_v + b_v and softcap(u) = c tanh(u / c);
     logprob = z_y - ln sum_v e^z_v (never above 0), entropy = - sum_v p_v ln p_v, in nats.
 
-    The vocabulary is walked in slabs of float32 logits (4 MB on the CPU, 256 MB on a GPU); low-precision weights are
+    The vocabulary is walked in slabs of float32 logits (2 MB on the CPU, 256 MB on a GPU); low-precision weights are
     up-cast slab by slab. Memory beyond inputs and outputs does not grow with V. The backward makes the logits again,
     skips targets whose upstream gradients are all zero, sums in float32 and returns gradients of `hidden`, `weight` and
-    `bias` in their dtypes, written once. The work around the GEMMs is one pass of compiled code. On CUDA bfloat16
-    `hidden` and `weight` are multiplied as they are and summed in float32, and the logits' gradient is rounded to
-    bfloat16 before it is multiplied; the backward synchronises once, to count the targets that have a gradient.
+    `bias` in their dtypes. On CUDA bfloat16 `hidden` and `weight` are multiplied as they are and summed in float32, and
+    the logits' gradient is rounded to bfloat16 before it is multiplied; the backward synchronises once, to count the
+    targets that have a gradient.
 
     Args:
-        hidden: [T, H] float32, bfloat16, float16 or float64.
-        weight: [V, H], same choice of dtypes; float64 anywhere computes in float64.
+        hidden, weight: [T, H] and [V, H], float32, bfloat16, float16 or float64; float64 anywhere computes in float64.
         targets: [N] int64 in [0, V), or `ignore_index`.
         row_index: [N] int64 in [0, T), the row of `hidden` that predicts each target (rows may repeat; only these are
             multiplied); None pairs target i with row i.
         bias: [V] or None.
-        temperature: > 0.
-        softcap: > 0 or None.
-        logit_scale: > 0.
+        temperature, softcap, logit_scale: > 0; no softcap where None.
         ignore_index: targets of this value (often -100) are not multiplied: logprob 0, entropy 0, no gradient.
         entropy: False leaves the entropy out: an empty tensor [0] is returned in its place.
 
@@ -70,7 +67,7 @@ def packed_logprobs(
     """
     check_settings(temperature, softcap, logit_scale)
     check_tensors(hidden, weight, targets, row_index, bias)
-    logprobs, entropies, _, _ = torch.ops.fastrl_fast.packed_logprobs(
+    logprobs, entropies, *_ = torch.ops.fastrl_fast.packed_logprobs(
         hidden, weight, targets, row_index, bias, float(temperature), softcap, float(logit_scale), ignore_index, entropy
     )
     return logprobs, entropies

@@ -1,17 +1,12 @@
 """From logprobs to the policy's loss, its gradient and its statistics, in one compiled pass."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl_fast.ops._lib import check, cuda_stream, kernels, library
-
-RATIO_KINDS = ("token", "sequence", "sequence_token")
-CLIP_KINDS = ("ppo", "cispo")
-KL_KINDS = ("k1", "k2", "k3")
-"""In the order of the enums of csrc/kernels/policy_loss.h."""
+from fastrl_fast.ops.loss_settings import LossSettings, check_loss
 
 
 class PolicyLossStats(NamedTuple):
@@ -57,22 +52,12 @@ def policy_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
-    ratio: str = "token",
-    clip: str = "ppo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    kl: str = "k3",
-    kl_coef: float = 0.0,
+    **settings: Any,
 ) -> tuple[Tensor, PolicyLossStats]:
     """Return sum_t w_t (l_t + kl_coef k_t), differentiable in `logprobs`, and the statistics of the same tokens.
 
-    With advantage A, ratio r and c = r cut to [1 - clip_low, 1 + clip_high]: `ppo` l = max(-A r, -A c), where A < 0 at
-    most -A dual_clip; `cispo` l = -c A logprob with c constant. `token` r = exp(logprob - old); `sequence` r = exp of
-    the sequence's mean log ratio; `sequence_token` the same number, each token moving only its own term. k1 = d,
-    k2 = d^2 / 2, k3 = e^-d - 1 + d with d = logprob - ref. Log ratios are cut to [-20, 20] before any exponential.
-    Tokens of weight 0 are masked: their numbers are not read, their gradient is 0.
-    Sums are float64 in a fixed order: the result does not depend on the thread count.
+    l_t and k_t are what `LossSettings` says. Tokens of weight 0 are masked: their numbers are not read, their gradient
+    is 0. Sums are float64 in a fixed order: the result does not depend on the thread count.
 
     Args:
         logprobs: [N] float32, or float64 to compute in float64; all on one device.
@@ -83,13 +68,7 @@ def policy_loss(
         old_logprobs: [N], constant; None = the policy's own, every ratio is exactly 1.
         ref_logprobs: [N], constant; needed where kl_coef > 0.
         rollout_logprobs: [N]; for statistics only.
-        ratio: one of `RATIO_KINDS`.
-        clip: one of `CLIP_KINDS`.
-        clip_low: >= 0.
-        clip_high: >= 0.
-        dual_clip: > 1, or None.
-        kl: one of `KL_KINDS`.
-        kl_coef: >= 0.
+        settings: the fields of `LossSettings`.
 
     Returns:
         loss [] in the dtype of `logprobs`, statistics.
@@ -100,26 +79,13 @@ def policy_loss(
     Source: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585;
         algorithms.md 3.8 to 3.11.
     """
-    check_settings(ratio, clip, kl, clip_low, clip_high, dual_clip, kl_coef)
-    given = (old_logprobs, ref_logprobs, rollout_logprobs)
+    chosen, given = LossSettings(**settings), (old_logprobs, ref_logprobs, rollout_logprobs)
+    check_loss(chosen, ref_logprobs)
     check_tensors(logprobs, advantages, weights, cu_targets, (*given, token_weights))
-    check(kl_coef == 0 or ref_logprobs is not None, f"kl_coef = {kl_coef} needs ref_logprobs")
     loss, _, stats = torch.ops.fastrl_fast.policy_loss(
-        logprobs, *given, advantages, weights, token_weights, cu_targets,
-        RATIO_KINDS.index(ratio), CLIP_KINDS.index(clip), KL_KINDS.index(kl),
-        float(clip_low), float(clip_high), math.inf if dual_clip is None else float(dual_clip), float(kl_coef),
-    )  # fmt: skip
+        logprobs, *given, advantages, weights, token_weights, cu_targets, *chosen.numbers()
+    )
     return loss, PolicyLossStats(*stats.unbind())
-
-
-def check_settings(
-    ratio: str, clip: str, kl: str, clip_low: float, clip_high: float, dual_clip: float | None, kl_coef: float
-) -> None:
-    for name, value, allowed in (("ratio", ratio, RATIO_KINDS), ("clip", clip, CLIP_KINDS), ("kl", kl, KL_KINDS)):
-        check(value in allowed, f"{name} must be one of {', '.join(allowed)}, not {value!r}")
-    for name, number in (("clip_low", clip_low), ("clip_high", clip_high), ("kl_coef", kl_coef)):
-        check(number >= 0, f"{name} must be >= 0, not {number}")
-    check(dual_clip is None or dual_clip > 1, f"dual_clip must be > 1 or None, not {dual_clip}")
 
 
 def check_tensors(

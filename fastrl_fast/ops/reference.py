@@ -3,11 +3,13 @@
 import math
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl_fast.ops.group_advantage import PRESETS
+from fastrl_fast.ops.loss_settings import LossSettings
 
 
 def packed_logprobs(
@@ -102,18 +104,13 @@ def policy_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
-    ratio: str = "token",
-    clip: str = "ppo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    kl: str = "k3",
-    kl_coef: float = 0.0,
+    **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the statistics by name, in the dtype of `logprobs`; autograd gives the gradient.
 
     No token may be masked.
     """
+    ratio, clip, kl, clip_low, clip_high, dual_clip, kl_coef = LossSettings(**settings)
     lengths = cu_targets.diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     a = advantages[sequence]

@@ -54,6 +54,14 @@ def select_diverse(
     check(rule in RULES, f"rule must be one of {', '.join(RULES)}, not {rule!r}")
     check(0 <= tau <= 1, f"tau must lie in [0, 1], not {tau}")
     check(ngram >= 1, f"ngram must be >= 1, not {ngram}")
+    _check_tensors(token_ids, cu_seqlens, cu_group_sizes, classes)
+    kept, representative = torch.ops.fastrl_fast.select_diverse(
+        token_ids, cu_seqlens, cu_group_sizes, classes, rule == "mdap_seed", round(tau * MILLION), ngram
+    )
+    return kept, representative
+
+
+def _check_tensors(token_ids: Tensor, cu_seqlens: Tensor, cu_group_sizes: Tensor, classes: Tensor) -> None:
     named = {"token_ids": token_ids, "cu_seqlens": cu_seqlens, "cu_group_sizes": cu_group_sizes, "classes": classes}
     for name, tensor in named.items():
         check(
@@ -65,10 +73,6 @@ def select_diverse(
         check(named[name].shape[0] >= 1, f"{name} must hold at least the 0 it starts with")
     rollouts = cu_seqlens.shape[0] - 1
     check(classes.shape[0] == rollouts, f"classes must be one per rollout ({rollouts}), not {classes.shape[0]}")
-    kept, representative = torch.ops.fastrl_fast.select_diverse(
-        token_ids, cu_seqlens, cu_group_sizes, classes, rule == "mdap_seed", round(tau * MILLION), ngram
-    )
-    return kept, representative
 
 
 @torch.library.register_fake("fastrl_fast::select_diverse", lib=library)
@@ -84,7 +88,7 @@ def _fake(
     return classes.new_empty(classes.shape, dtype=torch.bool), torch.empty_like(classes)
 
 
-def _cpu(
+def _forward(
     token_ids: Tensor,
     cu_seqlens: Tensor,
     cu_group_sizes: Tensor,
@@ -96,36 +100,21 @@ def _cpu(
     token_ids, cu_seqlens = token_ids.contiguous(), cu_seqlens.contiguous()
     cu_group_sizes, classes = cu_group_sizes.contiguous(), classes.contiguous()
     kept, representative = torch.empty_like(classes, dtype=torch.bool), torch.empty_like(classes)
-    kernels.select_diverse_cpu(
-        token_ids.data_ptr(), token_ids.shape[0], cu_seqlens.data_ptr(), classes.shape[0],
-        cu_group_sizes.data_ptr(), cu_group_sizes.shape[0] - 1, classes.data_ptr(), tau, ngram, seed_only,
-        kept.data_ptr(), representative.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    tokens, rollouts, groups = token_ids.shape[0], classes.shape[0], cu_group_sizes.shape[0] - 1
+    grouped = (cu_group_sizes.data_ptr(), groups, classes.data_ptr(), tau, ngram, seed_only)
+    results = (kept.data_ptr(), representative.data_ptr())
+    if token_ids.is_cuda:
+        with cuda_stream(token_ids) as stream:
+            workspace = token_ids.new_empty(kernels.select_diverse_workspace(tokens, rollouts), dtype=torch.int32)
+            kernels.select_diverse_cuda(
+                token_ids.data_ptr(), tokens, cu_seqlens.data_ptr(), *grouped, workspace.data_ptr(), *results, stream
+            )
+    else:
+        kernels.select_diverse_cpu(
+            token_ids.data_ptr(), tokens, cu_seqlens.data_ptr(), rollouts, *grouped, *results, torch.get_num_threads()
+        )
     return kept, representative
 
 
-def _cuda(
-    token_ids: Tensor,
-    cu_seqlens: Tensor,
-    cu_group_sizes: Tensor,
-    classes: Tensor,
-    seed_only: bool,
-    tau: int,
-    ngram: int,
-) -> tuple[Tensor, Tensor]:
-    token_ids, cu_seqlens = token_ids.contiguous(), cu_seqlens.contiguous()
-    cu_group_sizes, classes = cu_group_sizes.contiguous(), classes.contiguous()
-    kept, representative = torch.empty_like(classes, dtype=torch.bool), torch.empty_like(classes)
-    with cuda_stream(token_ids) as stream:
-        size = kernels.select_diverse_workspace(token_ids.shape[0], classes.shape[0])
-        workspace = token_ids.new_empty(size, dtype=torch.int32)
-        kernels.select_diverse_cuda(
-            token_ids.data_ptr(), token_ids.shape[0], cu_seqlens.data_ptr(), cu_group_sizes.data_ptr(),
-            cu_group_sizes.shape[0] - 1, classes.data_ptr(), tau, ngram, seed_only, workspace.data_ptr(),
-            kept.data_ptr(), representative.data_ptr(), stream,
-        )  # fmt: skip
-    return kept, representative
-
-
-library.impl("select_diverse", _cpu, "CPU")
-library.impl("select_diverse", _cuda, "CUDA")
+library.impl("select_diverse", _forward, "CPU")
+library.impl("select_diverse", _forward, "CUDA")

@@ -38,5 +38,7 @@ def sequence_sums(logprobs: Tensor, cu_targets: Tensor, *, old_logprobs: Tensor 
     old = new.detach() if old_logprobs is None else old_logprobs.double()
     lengths = cu_targets.diff()
     columns = torch.stack([new, new - old], dim=1)
+    if lengths.shape[0] == 0:  # segment_reduce wants a segment
+        return torch.cat([columns[:0], columns.new_zeros(0, 1)], dim=1)
     sums = torch.segment_reduce(columns, "sum", lengths=lengths, axis=0, initial=0.0)
     return torch.cat([sums, lengths[:, None].to(sums.dtype)], dim=1)

@@ -242,17 +242,24 @@ def _stack(axis: Any, chart: Chart, run: Run, *, title: str) -> None:
     labels = []
     places = {series.metric: place for place, series in enumerate(chart.series(run))}
     for series, _, _ in _present(chart, run):
-        place = places[series.metric]
+        colour = _colour(places[series.metric])
         top = [low + step.get(series.metric, 0.0) for low, step in zip(floor, run.steps, strict=True)]
         saved = series.label.startswith("saved")
-        style = {"facecolor": "none", "hatch": "///"} if saved else {"facecolor": f"C{place}"}
-        layer = axis.fill_between(steps, floor, top, step="mid", edgecolor=f"C{place}", linewidth=0.5, **style)
+        style = {"facecolor": "none", "hatch": "///"} if saved else {"facecolor": colour}
+        layer = axis.fill_between(steps, floor, top, step="mid", edgecolor=colour, linewidth=0.5, **style)
         labels.append((layer, series.label))
         floor = top
     axis.set_ylim(bottom=0)
     if title:
         axis.set_title(shortened(title), fontsize=9)
     _legend(axis, labels[::-1])
+
+
+def _colour(place: int) -> Any:
+    """matplotlib's ten, and from place 10 on their light ones: there are more drop reasons than ten."""
+    import matplotlib
+
+    return matplotlib.colormaps["tab20"](2 * place % 20 + place // 10)
 
 
 def _legend(axis: Any, labels: list[tuple[Any, str]]) -> None:
