@@ -29,6 +29,9 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
 
+    def __post_init__(self) -> None:
+        require(bool(self.path), "model.path", "the name of a folder, a hub id or a builtin model", self.path)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardTerm:

@@ -8,7 +8,8 @@ import importlib.util
 import sys
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from . import __version__, cli
+from . import __version__
+from .missing import stop_without_libraries
 
 COMMANDS = {
     "train": "train a model (on several processes: torchrun -m fastrl_fast.train)",
@@ -30,6 +31,11 @@ def main() -> NoReturn:
         print(__version__)
         sys.exit(0)
     sys.argv = [f"fastrl {name}", *rest]
+    if name == "doctor":
+        sys.exit(_command(name, rest))
+    stop_without_libraries()
+    from . import cli  # only now: it needs some of them
+
     # Inside, so that Ctrl-C while torch is being imported is no traceback.
     cli.run(lambda: _command(name, rest))
 
@@ -65,6 +71,8 @@ def print_completion(shell: str) -> int:
 
 def _parser(folder: Any) -> argparse.ArgumentParser:
     """All commands and options, for completion alone; `folder` completes folders."""
+    from . import cli
+
     parser = argparse.ArgumentParser(prog="fastrl")
     commands = parser.add_subparsers()
     made = {name: commands.add_parser(name, help=text) for name, text in COMMANDS.items()}
@@ -83,6 +91,8 @@ def _parser(folder: Any) -> argparse.ArgumentParser:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Every setting as an option, with its values where these are few."""
+    from . import cli
+
     parser.add_argument("--config", choices=cli.recipe_names())
     parser.add_argument("--print_config", action="store_true")
     for name, kind in cli.known_keys().items():

@@ -41,6 +41,7 @@ class DataConfig:
     """Visit the prompts in a new order each epoch (a function of the seed and the epoch)."""
 
     def __post_init__(self) -> None:
+        require(bool(self.path), "data.path", "the name of a file, a folder or a data set", self.path)
         positive("data", prompts_per_step=self.prompts_per_step, max_prompt_tokens=self.max_prompt_tokens)
         areas = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         positive("data", **{name: area for name, area in areas.items() if area is not None})

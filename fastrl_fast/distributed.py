@@ -1,9 +1,6 @@
 """Process group, sharding, and the few collectives of a step; everything works with one process too."""
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -14,15 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-T = TypeVar("T")
+from . import orphans
 
-_PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h: the signal to get when the parent ends."""
+T = TypeVar("T")
 
 
 def start() -> torch.device:
     """Join the process group that torchrun describes (or a group of one) and return this rank's device."""
-    _end_with_launcher()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Without torchrun it would go on writing to the run's folder, and a restart would write beside it.
+        orphans.end_with_parent()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -34,13 +32,6 @@ def start() -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
-
-
-def _end_with_launcher() -> None:
-    """Have the kernel end this rank when torchrun ends, be it by kill -9: it would go on writing to the run's folder,
-    and a restart of the same command would write beside it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stop() -> None:

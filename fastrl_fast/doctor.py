@@ -17,20 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-NEEDED = {"torch": (2, 8), "transformers": (4, 56)}
+from .missing import missing
+
+OLDEST = {"torch": (2, 8), "transformers": (4, 56)}
 """Oldest versions that work, as in pyproject.toml."""
-OTHERS = (
-    "datasets",
-    "jsonargparse",
-    "math_verify",
-    "mpmath",
-    "numpy",
-    "nvtx",
-    "pyarrow",
-    "rich",
-    "safetensors",
-    "yaml",
-)
 MEMORY_GB, DISK_GB = 2.0, 1.0
 """Less than this is not enough for the default run and its checkpoints."""
 
@@ -68,11 +58,10 @@ def python() -> Finding:
 
 
 def libraries() -> Finding:
-    missing = [name for name in (*NEEDED, *OTHERS) if importlib.util.find_spec(name) is None]
-    if missing:
-        return Finding("no", f"{', '.join(missing)} missing: run `pip install .` in the checkout of fastrl_fast")
+    if names := missing():
+        return Finding("no", f"{', '.join(names)} missing: run `pip install .` in the checkout of fastrl_fast")
     found = []
-    for name, oldest in NEEDED.items():
+    for name, oldest in OLDEST.items():
         version = metadata.version(name)
         found.append(f"{name} {version}")
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -140,11 +140,13 @@ def _weights(batch: PackedBatch, aggregation: Aggregation, *, divisor: Divisor, 
     """Weight [S] of each sequence's token losses in the sum over the update; not finite where a sequence has none.
 
     With sequence weight w and length L: token-mean w / loss tokens; seq-mean-token-mean w / (L x sequences);
-    seq-mean-token-sum-norm w / (max_completion_tokens x sequences). Where the update has no token the divisor is 0, and
-    so is the number of weights.
+    seq-mean-token-sum-norm w / (max_completion_tokens x sequences). A sequence of weight 0 has weight 0, also where no
+    other has one and the divisor is 0 too.
     """
     if aggregation == "token-mean":
-        return batch.weights / divisor.loss_tokens
-    if aggregation == "seq-mean-token-mean":
-        return batch.weights / batch.cu_targets.diff() / divisor.loss_sequences
-    return batch.weights / (max_completion_tokens * divisor.loss_sequences)
+        weights = batch.weights / divisor.loss_tokens
+    elif aggregation == "seq-mean-token-mean":
+        weights = batch.weights / batch.cu_targets.diff() / divisor.loss_sequences
+    else:
+        weights = batch.weights / (max_completion_tokens * divisor.loss_sequences)
+    return torch.where(batch.weights == 0, 0.0, weights)

@@ -1,8 +1,9 @@
 """A long run of the default task under faults: `python -m tests.soak --steps 2000 [--every 50] [arguments of train]`.
 
-Every `--every` steps one of: a grading worker is killed, an answer hangs, a reward is NaN, SIGTERM and the same command
-again. At the end the metrics must hold every step once, memory must have stayed flat, no process may be left, and the
-faults must be the only thing that was not graded. Prints what it found; the exit code is 1 where something is wrong.
+Every `--every` steps (0: never, for comparison) one of: a grading worker is killed, an answer hangs, a reward is NaN,
+SIGTERM and the same command again. At the end the metrics must hold every step once, memory must have stayed flat, no
+process may be left, and the faults must be the only thing that was not graded. Prints what it found; the exit code is 1
+where something is wrong.
 """
 
 import argparse
@@ -34,21 +35,34 @@ class Soak:
         self.lives: list[list[tuple[int, float]]] = []
         self.asked: list[str] = []
         self.wrong: list[str] = []
+        self.lines_read, self.read_to = 0, 0
 
     def lines(self, name: str) -> list[str]:
         path = self.run / name
         return path.read_text().splitlines() if path.exists() else []
 
+    def steps_done(self) -> int:
+        """Lines of the metrics so far, of which only the new ones are read."""
+        path = self.run / "metrics.jsonl"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self.read_to)
+                new = file.read()
+            self.read_to += len(new)
+            self.lines_read += new.count(b"\n")
+        return self.lines_read
+
     def start(self) -> subprocess.Popen:
         self.lives.append([])
+        self.lines_read = self.read_to = 0
         with (self.folder / "log").open("a") as log:
             return subprocess.Popen(["env", "--default-signal=INT,TERM", *self.command], stdout=log, stderr=log)
 
     def go(self) -> None:
-        process, due = self.start(), self.every
+        process, due = self.start(), self.every or self.steps
         while (code := process.poll()) is None:
             time.sleep(0.05)
-            done = len(self.lines("metrics.jsonl"))
+            done = self.steps_done()
             self.note_memory(process.pid, done)
             if done >= due and done < self.steps - 1:
                 due = done - done % self.every + self.every
@@ -82,6 +96,13 @@ class Soak:
                 found.append(statistics.median(sizes[-third:]) / statistics.median(sizes[third : 2 * third]))
         return found
 
+    def memory_by_tenth(self) -> list[int]:
+        """Median MB over each tenth of the run's steps, of whichever process ran them."""
+        tenths: list[list[float]] = [[] for _ in range(10)]
+        for done, size in (point for life in self.lives for point in life):
+            tenths[min(9, 10 * done // self.steps)].append(size)
+        return [round(statistics.median(tenth)) for tenth in tenths if tenth]
+
     def report(self) -> dict:
         records = [json.loads(line) for line in self.lines("metrics.jsonl")]
         if [r["step"] for r in records] != list(range(1, self.steps + 1)):
@@ -106,6 +127,7 @@ class Soak:
             "steps": len(records),
             "faults": {kind: struck.count(kind) for kind in KINDS[:3]} | {"SIGTERM": self.asked.count("SIGTERM")},
             "memory growth of each process": [round(ratio, 3) for ratio in growth],
+            "MB by tenth of the run": self.memory_by_tenth(),
             "largest MB": round(max((size for life in self.lives for _, size in life), default=0)),
             "before": accuracy.get("before"),
             "after": accuracy.get("after"),

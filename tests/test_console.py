@@ -50,7 +50,8 @@ def test_mistakes_are_one_line(monkeypatch, capsys) -> None:
     assert run(monkeypatch, "completion", "cmd.exe") == 2
     assert "one of bash, zsh, tcsh, fish, got 'cmd.exe'" in capsys.readouterr().err
     assert run(monkeypatch, "completion") == 2
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "shtab" else find(name))
     assert run(monkeypatch, "completion", "bash") == 2
     assert "pip install 'fastrl_fast[completion]'" in capsys.readouterr().err
 

@@ -43,7 +43,7 @@ def test_an_error_of_this_rank_keeps_its_traceback(monkeypatch: pytest.MonkeyPat
 RANK = """
 import os, time
 from fastrl_fast import distributed
-distributed._end_with_launcher()
+distributed.start()
 print(os.getpid(), flush=True)
 time.sleep(60)
 """

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastrl_fast import doctor
+from fastrl_fast import doctor, missing
 from fastrl_fast.ops import _lib
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,39 @@ def test_a_checkout_without_anything_installed_says_what_to_do() -> None:
     assert "run `pip install .` in the checkout of fastrl_fast" in done.stdout
     assert "not installed: `pip install .` there compiles and installs it" in done.stdout
     assert "training cannot work: libraries, compiled module" in done.stdout
+
+
+COMMANDS = ("-m fastrl_fast.train --max_steps 1", "-m fastrl_fast.evaluate x", "-m fastrl_fast.console train")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "-m fastrl_fast.export a b", "-m fastrl_fast.report x"])
+def test_a_command_without_its_libraries_is_one_line(command: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-S", *command.split()], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stdout
+    assert re.fullmatch(r"error: not installed: torch, .*jsonargparse, .*; run `pip install \.` in .*\n", done.stderr)
+
+
+def test_the_console_script_reaches_the_doctor_without_libraries() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script = "import sys; sys.argv[1:] = [{!r}]; from fastrl_fast.console import main; main()"
+    results = [
+        subprocess.run([sys.executable, "-S", "-c", script.format(name)], env=env, capture_output=True, text=True)
+        for name in ("doctor", "train")
+    ]
+    assert [done.returncode for done in results] == [1, 2]
+    assert "training cannot work" in results[0].stdout
+    assert results[1].stderr.startswith("error: not installed: torch, ") and results[1].stderr.count("\n") == 1
+
+
+def test_what_is_looked_for_is_what_is_declared() -> None:
+    """Names as imported, against the requirements of pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)
+    assert block is not None
+    declared = {re.split(r"[<>=\[; ]", name)[0].lower() for name in re.findall(r'"([^"]+)"', block[1])}
+    known = {"math_verify": "math-verify", "yaml": "pyyaml", "PIL": "pillow"}
+    assert {known.get(name, name) for name in missing.NEEDED} == declared
 
 
 def test_a_module_of_other_sources_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

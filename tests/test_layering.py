@@ -24,6 +24,8 @@ RANKS = {
         "rollout_config",
         "draws",
         "drop_reasons",
+        "missing",
+        "orphans",
     ],
     1: ["ops"],
     2: [

@@ -46,11 +46,11 @@ def test_boxes_are_found_by_balanced_braces(text, boxes):
 
 
 def test_r12_fifty_thousand_unclosed_boxes_take_no_time():
-    start = time.perf_counter()
+    start = time.process_time()
     assert find_boxes(r"\boxed{" * 50_000) == []
     assert find_boxes(r"\boxed{" * 50_000 + "}" * 50_000) == [r"\boxed{" * 49_999 + "}" * 49_999]
     assert last_box("{" * 50_000) is None
-    assert time.perf_counter() - start < 2  # quadratic time would be minutes
+    assert time.process_time() - start < 2  # quadratic time would be minutes
 
 
 @pytest.mark.parametrize(
@@ -242,10 +242,10 @@ def test_gsm8k_gold():
 )
 def test_r01_no_answer_takes_long(answer):
     """The bound is wide for a busy machine: what it excludes takes minutes or for ever in a symbolic grader."""
-    start = time.perf_counter()
+    start = time.process_time()
     assert math_one(rf"\boxed{{{answer}}}", "7") == 0.0
     assert number_reward(["p"], [answer], answer=["7"])[0] in (0.0, 1.0)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert faults.take_count() == 0
 
 

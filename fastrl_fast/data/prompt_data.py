@@ -134,6 +134,7 @@ class PromptData:
                 if image is not None and self._images is not None:
                     asked = with_placeholders(asked, len(files[-1]), self._images.placeholder)
                 rendered.append(template.render(asked))
+                rendered[-1].encode("utf-8")  # half a surrogate pair: tokenizers raise an error that names no row
             columns.append({name: row.get(name) for name in found if name not in (question, image)})
             if answer is not None:
                 columns[-1]["answer"] = self._answer(row.get(answer), number, answer)

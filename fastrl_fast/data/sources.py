@@ -94,7 +94,7 @@ def _read_jsonl(path: Path) -> list[Row]:
         if line.strip():
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, or deep nesting
                 raise _SourceError(f"line {number} of {path} is not json: {error}") from error
     return rows
 
@@ -102,8 +102,8 @@ def _read_jsonl(path: Path) -> list[Row]:
 def _read_json(path: Path) -> list[Row]:
     try:
         content = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object after the other: jsonl under the other name
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", "") == "Extra data":  # one object after the other: jsonl under the other name
             return _read_jsonl(path)
         raise _SourceError(f"{path} is not json: {error}") from error
     if isinstance(content, dict):
@@ -189,7 +189,7 @@ def _options(text: str) -> tuple[str, dict[str, Any]]:
     for key, value in parse_qsl(query, keep_blank_values=True):
         try:
             options[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             options[key] = value
     return name, options
 

@@ -1,5 +1,6 @@
 r"""Where a completion states its answer: <answer> blocks, \boxed and \fbox, `####`, "the answer is", or all of it."""
 
+import math
 import re
 from typing import Any
 
@@ -8,10 +9,14 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _THOUGHT_END = re.compile(r"</think(?:ing)?>")
 _TAGGED = re.compile(r".*<answer>(.*)</answer>", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
+_UNBRACED = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([-+]?\d[\d.,]*\d|[-+]?\d|[A-Z](?![A-Za-z]))")
 _PHRASE = re.compile(
-    r"(?:\banswer\b[*_ \t]*(?:is|are|:|=)|答案)[*_ \t]*(?:is|为|是)?[:：=*_ \t]*([^\n]+)", re.IGNORECASE
+    r"(?:\banswer\b[*_ \t]*(?:is|are|:|=)|答案|答え|答(?=[:：])|정답|답(?=[:：은])|\bответ\b"
+    r"|\b(?:respuesta|réponse|antwort|resposta|risposta)\b[*_ \t]*(?:(?:es|est|ist|é|è)\b|[:：=]))"
+    r"[*_ \t]*(?:is|为|是|は|은|는)?[:：=*_ \t]*([^\n]+)",
+    re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[。！]|[.!](?=\s|$)")
+_SENTENCE_END = re.compile(r"[。！]|[.!](?=\s|$)|(?:,|(?<!\s))\s+(?:because|since|as)\s")
 _LONGEST_BARE = 200
 
 
@@ -28,15 +33,20 @@ def text_of(completion: Any) -> str:
 
 
 def gold_text(gold: Any) -> str | None:
-    """The right answer as text: numbers are written out, None stays None, of GSM8K's only what follows `####`, of
-    R1-V's what stands in <answer>."""
+    r"""The right answer as text: numbers are written out, None and NaN are None, of GSM8K's only what follows `####`,
+    of R1-V's what stands in <answer>, of MATH's what stands in the last \boxed."""
     if gold is None:
         return None
     if hasattr(gold, "item") and not isinstance(gold, (int, float, str)):
         gold = gold.item()
+    if isinstance(gold, float) and math.isnan(gold):  # a missing cell
+        return None
     text = str(gold).strip()
     if tagged := _TAGGED.fullmatch(text):
         text = tagged[1].strip()
+    box = last_box(text)
+    if box is not None:
+        return box
     found = _HASHES.findall(text)
     return found[-1].strip() if found else text
 
@@ -98,10 +108,13 @@ def _marked(text: str, truncated: bool) -> str | None:
     box = last_box(text)
     if box is not None or truncated:
         return box
-    found = _HASHES.findall(text)
+    found = _UNBRACED.findall(text) or _HASHES.findall(text)
     if found:
         return str(found[-1]).strip()
     found = _PHRASE.findall(text)
-    if found and "\\boxed" not in found[-1]:
-        return _SENTENCE_END.split(found[-1].strip(), maxsplit=1)[0].strip(" *_")
-    return None
+    if not found:
+        return None
+    line = str(found[-1])
+    while later := _PHRASE.search(line):
+        line = later[1]
+    return None if "\\boxed" in line else _SENTENCE_END.split(line.strip(), maxsplit=1)[0].strip(" *_")

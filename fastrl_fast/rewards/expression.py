@@ -11,11 +11,13 @@ from typing import Any
 
 from .value import (
     TooLarge,
+    Undefined,
     Unreadable,
     Value,
     add,
     binomial,
     divide,
+    double_factorial,
     factorial,
     literal,
     mp,
@@ -23,6 +25,8 @@ from .value import (
     number,
     power,
     root,
+    rounded,
+    without_noise,
 )
 
 _LONGEST = 2000
@@ -36,6 +40,8 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     name: getattr(mp, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")
 } | {"arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "log": mp.log10, "lg": mp.log10}
 _GREEK = re.compile("alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|rho|sigma|omega|tau|epsilon")
+_ROUNDED = {"lfloor": r"\rfloor", "lceil": r"\rceil"}
+_LETTER = re.compile(rf"[A-Za-z]|\\(?:{_GREEK.pattern})")
 
 
 def evaluate(text: str, *, point: int = 0) -> Value:
@@ -44,7 +50,9 @@ def evaluate(text: str, *, point: int = 0) -> Value:
         raise Unreadable("empty or too long")
     try:
         return _Reader(text, point).read()
-    except (ZeroDivisionError, OverflowError, ArithmeticError, TypeError) as error:
+    except ZeroDivisionError as error:
+        raise Undefined(str(error)) from error
+    except (ArithmeticError, TypeError) as error:
         raise Unreadable(str(error)) from error
 
 
@@ -92,8 +100,10 @@ class _Reader:
             elif token in ("/", ":", r"\div"):
                 self._take()
                 value = divide(value, self._signed())
-            elif token in ("+", "-", ")", "]", "}", "|", ",", "=") or token[0].isdigit() or token[0] == ".":
-                break  # a number after a factor is no product: "4 10" is two answers
+            elif token in ("+", "-", ")", "]", "}", "|", ",", "=", r"\rfloor", r"\rceil"):
+                break
+            elif (token[0].isdigit() or token[0] == ".") and self._text[self._at - 1] != "!":
+                break  # a number after a factor is no product: "4 10" is two answers, but 5!5! is one
             else:
                 value = multiply(value, self._power())
         return value
@@ -109,7 +119,10 @@ class _Reader:
         value = self._atom()
         while (token := self._peek()) in ("!", "%", "^"):
             self._take()
-            if token == "!":
+            if token == "!" and self._peek() == "!":
+                self._take()
+                value = double_factorial(value)
+            elif token == "!":
                 value = factorial(value)
             elif token == "%":
                 value = divide(value, Fraction(100))
@@ -198,6 +211,10 @@ class _Reader:
             return binomial(self._argument(one_digit=True), self._argument(one_digit=True))
         if name in _FUNCTIONS:
             return self._function(name)
+        if name in _ROUNDED:
+            value = self._sum()
+            self._expect(_ROUNDED[name])
+            return rounded(value, up=name == "lceil")
         if _GREEK.fullmatch(name):
             return self._letter(name)
         raise Unreadable(f"unknown command {name!r}")
@@ -223,13 +240,24 @@ class _Reader:
         if self._peek() == "^":
             self._take()
             exponent = self._argument(one_digit=True)
-        argument = number(self._argument() if self._peek() in ("(", "{") else self._power())
+        argument = number(self._argument() if self._peek() in ("(", "{") else self._bare_argument())
         if abs(argument) > 10**6:
             raise TooLarge("argument of a function")
         value = _FUNCTIONS[name](argument)
         if base is not None:
             value = mp.log(argument) / mp.log(number(base))
+        if not mp.isfinite(value):
+            raise Undefined(f"{name} of {argument}")
+        if name != "exp":  # which is never zero, but may be tiny
+            value = without_noise(value, min(1, abs(argument)))
         return value if exponent is None else power(value, exponent)
+
+    def _bare_argument(self) -> Value:
+        r"""The 2x of `\sin 2x \cos x`: a factor and the letters right behind it."""
+        value = self._power()
+        while (token := self._peek()) and (_LETTER.fullmatch(token) or token == r"\pi"):
+            value = multiply(value, self._power())
+        return value
 
 
 def _at_point(name: str, point: int) -> Fraction:

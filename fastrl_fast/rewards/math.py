@@ -5,35 +5,31 @@ expression.py; only what is left (inequalities, matrices ...) goes to math-verif
 """
 
 import functools
-import logging
 import re
-from types import ModuleType
 from typing import Any
 
 from .answers import bare_answer, final_answer, gold_text, text_of
 from .choices import golds
 from .expression import evaluate
 from .faults import guarded
-from .notation import normalise, split_unit, squeeze
-from .structure import Items, items, named, sides
-from .value import TooLarge, Unreadable, close_value, same_value
+from .library import library_parse, same_by_library, unfit
+from .notation import normalise, squeeze
+from .numerals import decimal_comma
+from .structure import Items, as_interval, items, named, sides
+from .units import split_unit
+from .value import TooLarge, Unreadable, close_value, divide, same_value
+from .words import chooses, chosen, chosen_with_text, is_formula, is_prose, words
 
-_CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?")
-_CHOSEN = re.compile(r"\(?\s*([A-Ja-j])\s*\)?(?:\s*[:.)].*)?", re.DOTALL)
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\}")
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf)[a-z]*\s*\{[^{}]*\}")
 _VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?!frac|sqrt|pi|cdot|binom|sin|cos|tan|log|ln|exp|arc)[a-z]+")
 _LONG_DECIMAL = re.compile(r"-?\d*\.\d+")
 _LONG_DIGITS = 10
 _LONG_TOLERANCE = 1e-9
 _POINTS = 3
-_HEAVY = re.compile(
-    r"\^[\s{(]*\d{3,}|\^[\s{(]*[^\s{}()]+\s*\^|\^\s*\{[^}]*\^|\d{30,}|\d{3,}[\s)}]*!|!\s*!|\d[eE]\d{2,}"
-)
-_MOST_POWERS = 4
-_LONGEST_FOR_LIBRARY = 300
+_LETTERS = re.compile(r"[A-Za-z]{2,3}")
+_COMMA = re.compile(r"\s*,\s*")
 _LONGEST = 2000
+_INTERVALS = ("()", "[]", "(]", "[)", "\\cup")
 
 
 def math_reward(
@@ -59,11 +55,6 @@ def math_reward(
     ]
 
 
-def load_math() -> None:
-    """Import the library and use it once, so that the first answer does not pay for it."""
-    _library_parse("x < 1")
-
-
 @functools.lru_cache(maxsize=4096)
 def equal(gold: str, answer: str) -> bool | None:
     r"""Whether two answers are the same; None where `gold` cannot be read. The gold answer comes first.
@@ -77,7 +68,8 @@ def equal(gold: str, answer: str) -> bool | None:
     if len(answer) > _LONGEST:
         return False
     given = normalise(answer)
-    return bool(given) and bool(_same(normalise(gold), given))
+    # 1,234 may be one number or two: whoever writes the same commas means the same.
+    return bool(given) and (_COMMA.sub(",", gold) == _COMMA.sub(",", answer) or _same(normalise(gold), given))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,15 +80,17 @@ def _readable_gold(gold: str) -> bool:
     right = normalise(gold)
     if _TEXT_COMMAND.search(gold) or not right:
         return bool(right)
-    return not _is_prose(split_unit(right)[0]) and _readable(right)
+    return not is_prose(split_unit(right)[0]) and _readable(right)
 
 
 def _readable(right: str) -> bool:
     if parts := items(right):
-        return all(_readable(part) or "\\infty" in part for part in parts.parts)
-    if _WORD.search(_ENVIRONMENT.sub("", split_unit(right)[0])) or _CHOICE.fullmatch(right):
+        return all(_readable(part) or "\\infty" in part or part == "\\ldots" for part in parts.parts)
+    if words(split_unit(right)[0]) or chosen(right):
         return True
-    return all(map(_has_value, sides(right))) or (not _unfit(right) and bool(_library_parse(right)))
+    if right.count(":") > 1:
+        return all(map(_has_value, right.split(":")))
+    return all(map(_has_value, sides(right))) or (not unfit(right) and bool(library_parse(right)))
 
 
 def _score(text: str, gold: str | None, truncated: bool, choices: Any = None) -> float | None:
@@ -105,45 +99,59 @@ def _score(text: str, gold: str | None, truncated: bool, choices: Any = None) ->
     answer = final_answer(text, truncated=truncated)
     if answer is None and not truncated:
         answer = bare_answer(text)
-        if answer is not None and _is_prose(split_unit(named(normalise(answer))[1])[0]):
+        if answer is not None and is_prose(split_unit(named(normalise(answer))[1])[0]):
             answer = None
     verdicts = [equal(right, answer or "") for right in golds(gold, choices)]
     known = [verdict for verdict in verdicts if verdict is not None]
     return float(any(known)) if known else None
 
 
-def _is_prose(text: str) -> bool:
-    """Two or more words: a sentence, from which no number may be picked."""
-    return len(_WORD.findall(_ENVIRONMENT.sub("", text))) > 1
-
-
 def _same(right: str, given: str, depth: int = 0) -> bool:
     if _squeezed(right) == _squeezed(given):
         return True
-    choice = _CHOICE.fullmatch(right)
-    if choice:
-        other = _CHOSEN.fullmatch(given)
-        return other is not None and other[1].upper() == choice[1]
+    if letter := chosen(right):
+        return chooses(given, letter)
     if depth > 4:
         return False
+    if choice := chosen_with_text(right):
+        return chooses(given, choice[0]) or (not chosen_with_text(given) and _same(choice[1], given, depth + 1))
+    if choice := chosen_with_text(given):
+        return _same(right, choice[1], depth + 1)
+    many, others = items(right), items(given)
+    if (range_ := as_interval(right)) is not None:
+        named_others = as_interval(given) or (range_[0], others)
+        if named_others[0] == range_[0] and named_others[1] is not None and named_others[1].brackets in _INTERVALS:
+            return _same_items(range_[1], named_others[1], depth)
+    if many and others and (many.alone == others.alone or many.brackets == others.brackets):
+        return _same_items(many, others, depth)
     if "=" in right or "=" in given or "\\in" in right + given:
         verdict = _same_equations(right, given, depth)
         if verdict is not None:
             return verdict
-    many, others = items(right), items(given)
-    if many and not others and len(many.parts) == 1:  # {5} is 5
-        return _same(many.parts[0], given, depth + 1)
-    if others and not many and len(others.parts) == 1:
-        return _same(right, others.parts[0], depth + 1)
-    if many and others:
-        return _same_items(many, others, depth)
-    if many or others:  # one answer is no list of answers, but an inequality may be an interval
-        return False if _has_value(given if many else right) else _same_by_library(right, given)
+    if many and not (others and others.alone):
+        return _same_as_list(many, right, given, depth, list_is_gold=True)
+    if others:
+        return _same_as_list(others, given, right, depth, list_is_gold=False)
     return _same_values(right, given)
 
 
+def _same_as_list(many: Items, text: str, other: str, depth: int, *, list_is_gold: bool) -> bool:
+    """Whether a list is the same as what is none: {5} is 5, 3,5 is 3.5, and an inequality may be an interval."""
+
+    def same(part: str) -> bool:
+        return _same(part, other, depth + 1) if list_is_gold else _same(other, part, depth + 1)
+
+    if many.alone:
+        return many.parts[0] != r"\emptyset" and same(many.parts[0])
+    if number := decimal_comma(split_unit(text)[0]):
+        return _same_values(number, split_unit(other)[0])
+    if _has_value(other):  # one answer is no list of answers
+        return False
+    return same_by_library(text, other) if list_is_gold else same_by_library(other, text)
+
+
 def _squeezed(text: str) -> str:
-    return squeeze(text).casefold() if _WORD.search(text) else squeeze(text)
+    return squeeze(text).casefold() if words(text) else squeeze(text)
 
 
 def _same_equations(right: str, given: str, depth: int) -> bool | None:
@@ -170,6 +178,7 @@ def _same_equations(right: str, given: str, depth: int) -> bool | None:
 
 
 def _same_items(right: Items, given: Items, depth: int) -> bool:
+    right, given = _distinct(right, depth), _distinct(given, depth)
     if len(right.parts) != len(given.parts):
         return False
     if right.brackets != given.brackets:
@@ -188,18 +197,36 @@ def _same_items(right: Items, given: Items, depth: int) -> bool:
     return True
 
 
+def _is_product(text: str, other: str) -> bool:
+    """Whether two or three letters are a product, `xy`, because the other answer is a formula."""
+    return bool(_LETTERS.fullmatch(text)) and is_formula(other)
+
+
+def _distinct(many: Items, depth: int) -> Items:
+    """A set without what it names twice."""
+    if many.brackets != "{}":
+        return many
+    parts: list[str] = []
+    for part in many.parts:
+        if not any(_same(part, other, depth + 1) for other in parts):
+            parts.append(part)
+    return Items(brackets=many.brackets, parts=tuple(parts))
+
+
 def _same_values(right: str, given: str) -> bool:
     (right, right_unit), (given, given_unit) = split_unit(right), split_unit(given)
     if given_unit != right_unit and _other_unit(right_unit, given_unit):
         return False
-    if _WORD.search(right) or _WORD.search(given):
+    if (words(right) and not _is_product(right, given)) or (words(given) and not _is_product(given, right)):
         return _squeezed(right) == _squeezed(given)
+    if right.count(":") > 1 or given.count(":") > 1:
+        return _same_ratios(right.split(":"), given.split(":"))
     try:
         value = evaluate(right)
     except TooLarge:
         return False
     except Unreadable:
-        return _same_by_library(right, given)
+        return same_by_library(right, given)
     try:
         if right.endswith("%") != given.endswith("%"):
             return _same_percent(right, given)
@@ -210,6 +237,17 @@ def _same_values(right: str, given: str) -> bool:
         )
     except Unreadable:
         return False
+
+
+def _same_ratios(right: list[str], given: list[str]) -> bool:
+    """Whether 1:2:3 is 2:4:6."""
+    if len(right) != len(given):
+        return False
+    try:
+        first, *rest = (divide(evaluate(a), evaluate(b)) for a, b in zip(right, given, strict=True))
+    except (Unreadable, ZeroDivisionError):
+        return False
+    return all(same_value(first, ratio) for ratio in rest)
 
 
 def _other_unit(right: str, given: str) -> bool:
@@ -245,53 +283,3 @@ def _close_decimal(right: str, given: str) -> bool:
     if long[0] == long[1] or _VARIABLE.search(right + given):
         return False
     return close_value(evaluate(right), evaluate(given), _LONG_TOLERANCE)
-
-
-def _same_by_library(right: str, given: str) -> bool:
-    """What math-verify says, gold first."""
-    if _unfit(right) or _unfit(given) or _is_prose(given):
-        return False
-    gold, answer = _library_parse(right), _library_parse(given)
-    # Its own time limits need the main thread of a process (SIGALRM) and are off: the pool's hold everywhere.
-    return bool(gold and answer and _library().verify(gold, answer, float_rounding=12, timeout_seconds=None))
-
-
-@functools.cache
-def _library() -> ModuleType:
-    import math_verify
-
-    library: ModuleType = math_verify
-    # It warns at every call that its time limits are off, which is on purpose.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return library
-
-
-def _unfit(text: str) -> bool:
-    """Whether the library must not see this: too long, brackets that do not match, or powers that it would work out."""
-    if len(text) > _LONGEST_FOR_LIBRARY or _HEAVY.search(text) or text.count("^") > _MOST_POWERS:
-        return True
-    try:
-        evaluate(text)
-    except TooLarge:
-        return True
-    except Unreadable:
-        pass
-    depth = 0
-    for brace in re.findall(r"\\.|[{}]", text):
-        depth += (brace == "{") - (brace == "}")
-        if depth < 0:
-            return True
-    return depth != 0
-
-
-@functools.lru_cache(maxsize=4096)
-def _library_parse(text: str) -> list[Any]:
-    library = _library()
-    # Whole expressions in LaTeX only: the fallbacks would take a number out of what could not be read.
-    parsed: list[Any] = library.parse(
-        f"\\boxed{{{text}}}",
-        extraction_config=[library.LatexExtractionConfig(boxed_match_priority=0)],
-        fallback_mode="no_fallback",
-        parsing_timeout=None,
-    )
-    return parsed

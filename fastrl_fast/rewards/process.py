@@ -24,7 +24,7 @@ class WorkerProcess:
     """A process running `fastrl_fast.rewards.worker.main`, in a session of its own.
 
     It must be started by a thread that lives as long as the worker should: on Linux the kernel kills the worker when
-    the thread that started it ends (PR_SET_PDEATHSIG), which is what leaves no orphans when the parent is killed -9.
+    the thread that started it ends (orphans.py), which is what leaves no orphans when the parent is killed -9.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from . import user
 from .format import format_reward
 from .gym import load_gym, reasoning_gym_reward
-from .math import load_math, math_reward
+from .library import load_library
+from .math import math_reward
 from .plain import exact_reward, number_reward
 
 RewardFunction = Callable[..., list[float | None]]
@@ -51,7 +52,7 @@ _BUILT_IN = {
             one_by_one=True,
             needs=("answer",),
             takes=("finish_reason", "choices"),
-            load=load_math,
+            load=load_library,
         ),
         Reward(name="exact", function=exact_reward, needs=("answer",), takes=()),
         Reward(name="number", function=number_reward, needs=("answer",), takes=()),

@@ -3,14 +3,24 @@ r"""An answer's outer shape: tuples, intervals, sets, lists, unions, equations, 
 import re
 from dataclasses import dataclass
 
+from .expression import evaluate
+from .value import Unreadable, number
+
 _MOST_ITEMS = 40
-_MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([a-z]\))?"
 _POINTS = r"\d?[A-Z](?:\s*[A-Z])*|\d"
 _OF_FIGURE = rf"(?:m\s*)?\\(?:angle|widehat|overline|overarc|arc|triangle)\s*(?:{_POINTS}|\{{\s*(?:{_POINTS})\s*\}})"
 _LENGTH = r"[A-Z]\s*[A-Z]"
-_NAMED = re.compile(rf"\s*({_NAME}|{_OF_FIGURE}|{_LENGTH})\s*(?:=|\\in(?![a-z]))\s*(.+)", re.DOTALL)
+_POINT = r"\([A-Za-z](?:\s*,\s*[A-Za-z])+\)"
+_NAMED = re.compile(rf"\s*({_NAME}|{_POINT}|{_OF_FIGURE}|{_LENGTH})\s*(?:=|\\in(?![a-z]))\s*(.+)", re.DOTALL)
+_REL = r"\s*(<|>|\\le(?![a-z])|\\ge(?![a-z]))\s*"
+_RAY = re.compile(rf"([a-z]){_REL}([^<>,=]+)")
+_REVERSED_RAY = re.compile(rf"([^<>,=]+?){_REL}([a-z])")
+_CHAIN = re.compile(rf"([^<>,=]+?){_REL}([a-z]){_REL}([^<>,=]+)")
+_LESS = ("<", "\\le")
+_MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 
 
@@ -28,6 +38,11 @@ class Items:
     def ordered(self) -> bool:
         return self.brackets not in ("", "{}", "\\cup")
 
+    @property
+    def alone(self) -> bool:
+        """A set of one, which is as good as what is in it."""
+        return len(self.parts) == 1 and self.brackets == "{}"
+
 
 def items(text: str) -> Items | None:
     r"""Take `(1, 2]`, `\{1, 2\}`, `1, 2`, `a \pm b`, `A \cup B` or a matrix apart; None for a single thing."""
@@ -43,9 +58,40 @@ def items(text: str) -> Items | None:
         return Items(brackets="\\cup", parts=tuple(union))
     brackets, inside = _opened(text)
     parts = _split(inside, ",")
+    if brackets == "[]" and (matrix_of_lists := _rows(parts)):
+        return matrix_of_lists
     if len(parts) > _MOST_ITEMS or (len(parts) == 1 and brackets != "{}"):
         return None
     return Items(brackets=brackets, parts=tuple(parts)) if all(parts) else None
+
+
+def as_interval(text: str) -> tuple[str, Items] | None:
+    """An inequality in one letter as that letter and the interval, `1 < x \\le 2` or `x > 1, x < 2`, or the union of
+    two, `x < 1, x > 2`; None for all else."""
+    chain = _CHAIN.fullmatch(text)
+    if chain:
+        left, first, name, second, right = chain.groups()
+        if (first in _LESS) != (second in _LESS):
+            return None
+        rays = [_ray(name, _MIRRORED[first], left), _ray(name, second, right)]
+    else:
+        rays = [ray for part in _split(text, ",") if (ray := _one_ray(part))]
+        if len(rays) != text.count(",") + 1 or len(rays) > 2 or rays[0][0] != rays[-1][0]:
+            return None
+    name = rays[0][0]
+    if len(rays) == 1:
+        return name, _interval(rays[0][1], rays[0][2])
+    below = next((ray for ray in rays if ray[1] is None), None)
+    above = next((ray for ray in rays if ray[2] is None), None)
+    if below is None or above is None or below[2] is None or above[1] is None:
+        return None
+    if chain or _is_less(above[1][1], below[2][1]):
+        return name, _interval(above[1], below[2])
+    parts = tuple(
+        f"{i.brackets[0]}{','.join(i.parts)}{i.brackets[1]}"
+        for i in (_interval(None, below[2]), _interval(above[1], None))
+    )
+    return name, Items(brackets="\\cup", parts=parts)
 
 
 def named(text: str) -> tuple[str, str]:
@@ -60,6 +106,49 @@ def named(text: str) -> tuple[str, str]:
 def sides(text: str) -> list[str]:
     """The parts of `a = b = c`."""
     return [part.strip() for part in _EQUALS.split(text)]
+
+
+_Bound = tuple[str, str] | None
+"""A bracket and a value; None for infinity."""
+
+
+def _one_ray(text: str) -> tuple[str, _Bound, _Bound] | None:
+    if found := _RAY.fullmatch(text):
+        return _ray(*found.groups())
+    if found := _REVERSED_RAY.fullmatch(text):
+        value, relation, name = found.groups()
+        return _ray(name, _MIRRORED[relation], value)
+    return None
+
+
+def _ray(name: str, relation: str, value: str) -> tuple[str, _Bound, _Bound]:
+    """Name, lower and upper bound."""
+    if relation in _LESS:
+        return name, None, (")" if relation == "<" else "]", value.strip())
+    return name, ("(" if relation == ">" else "[", value.strip()), None
+
+
+def _interval(lower: _Bound, upper: _Bound) -> Items:
+    left, low = lower or ("(", "-\\infty")
+    right, high = upper or (")", "\\infty")
+    return Items(brackets=left + right, parts=(low, high))
+
+
+def _rows(parts: list[str]) -> Items | None:
+    """`[[1,2],[3,4]]` is a matrix."""
+    opened = [_opened(part) for part in parts]
+    rows = [_split(inside, ",") for brackets, inside in opened if brackets == "[]"]
+    if len(rows) < len(parts):
+        return None
+    shape = "x".join(str(len(row)) for row in rows)
+    return Items(brackets=f"matrix {shape}", parts=tuple(cell for row in rows for cell in row))
+
+
+def _is_less(left: str, right: str) -> bool:
+    try:
+        return bool(number(evaluate(left)) < number(evaluate(right)))
+    except (Unreadable, TypeError):
+        return False
 
 
 def _opened(text: str) -> tuple[str, str]:

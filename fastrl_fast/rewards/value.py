@@ -12,6 +12,7 @@ Value = Any
 mp = mpmath.MPContext()
 mp.dps = 60
 
+_CLOSE, _NOISE = mp.mpf(10) ** -45, mp.mpf(10) ** -50
 _MOST_BITS = 50_000
 _LARGEST_LITERAL_EXPONENT = 10_000
 _LARGEST_FACTORIAL = 3000
@@ -27,6 +28,10 @@ class TooLarge(Unreadable):
     """The text is arithmetic, but its value cannot be worked out in reasonable time and memory."""
 
 
+class Undefined(TooLarge):
+    """The text is arithmetic, but has no value: it divides by zero."""
+
+
 def same_value(left: Value, right: Value) -> bool:
     """Exactly equal as fractions, else equal to 45 digits relative to the larger."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
@@ -35,8 +40,7 @@ def same_value(left: Value, right: Value) -> bool:
     size = max(abs(left), abs(right))
     if not mp.isfinite(size):
         return False
-    # The second rule: what should be zero, such as sin(pi), comes out as rounding noise.
-    return bool(abs(left - right) <= size * mp.mpf(10) ** -45 or size < mp.mpf(10) ** -50)
+    return bool(abs(left - right) <= size * _CLOSE)
 
 
 def close_value(left: Value, right: Value, tolerance: float) -> bool:
@@ -63,7 +67,13 @@ def literal(token: str) -> Fraction:
 def add(left: Value, right: Value) -> Value:
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return _checked(left + right)
-    return number(left) + number(right)
+    left, right = number(left), number(right)
+    return without_noise(left + right, max(abs(left), abs(right)))
+
+
+def without_noise(value: Any, size: Any) -> Value:
+    """0 where the value is only the rounding of what it was worked out from, of that size: sqrt(8) - 2 sqrt(2)."""
+    return Fraction(0) if abs(value) < _NOISE * size else value
 
 
 def multiply(left: Value, right: Value) -> Value:
@@ -82,6 +92,8 @@ def divide(left: Value, right: Value) -> Value:
 def power(base: Value, exponent: Value) -> Value:
     """Exact for whole exponents while the result is small; Unreadable where it would be astronomical."""
     if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
+        if abs(base) == 1:
+            return base ** (exponent.numerator % 2)
         bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent.numerator)
         if bits <= _MOST_BITS:
             return base**exponent.numerator
@@ -108,8 +120,22 @@ def factorial(value: Value) -> Fraction:
     return Fraction(math.factorial(_small_whole(value)))
 
 
+def double_factorial(value: Value) -> Fraction:
+    """n!! = n (n - 2) (n - 4) ..."""
+    return Fraction(math.prod(range(_small_whole(value), 0, -2)))
+
+
 def binomial(top: Value, bottom: Value) -> Fraction:
     return Fraction(math.comb(_small_whole(top), _small_whole(bottom)))
+
+
+def rounded(value: Value, *, up: bool) -> Fraction:
+    """The whole number below or above."""
+    if not isinstance(value, Fraction):
+        if mp.im(value) != 0 or not abs(value) < _LARGEST_LOGARITHM:
+            raise Unreadable("no whole number near it")
+        value = Fraction(int(mp.ceil(value) if up else mp.floor(value)))
+    return Fraction(math.ceil(value) if up else math.floor(value))
 
 
 def _checked(value: Fraction) -> Value:

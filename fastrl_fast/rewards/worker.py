@@ -3,27 +3,24 @@
 It starts in a fraction of a second because it imports neither torch nor transformers.
 """
 
-import contextlib
-import ctypes
 import os
 import resource
 import signal
 import warnings
 from typing import Any, BinaryIO
 
+from ..orphans import end_with_parent
 from . import faults, wire
 from .pool import Call, Load
 from .registry import RewardFunction, build
 
-_PR_SET_PDEATHSIG = 1
 _MEMORY_EXIT = 77
 """Exit code of a worker that has reached its memory limit."""
 
 
 def main(parent: int) -> None:
     """Serve the process `parent` over stdin and stdout; returns when the parent closes the pipe."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the end of the pipe has to do
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # elsewhere than on Linux the end of the pipe has to do
     if os.getppid() != parent:  # it died before the kernel was asked to tell us
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)

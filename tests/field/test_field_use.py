@@ -153,3 +153,43 @@ def test_X08_metrics_that_cannot_be_written_end_the_run_with_one_line(tmp_path: 
     with pytest.raises(ValueError, match=r"^run_dir: cannot write .*metrics\.jsonl: "):
         log.step(1, METRICS)
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1 of .* is not json"),
+        ("d.json", b"[" * 100_000, "is not json"),
+        ("d.jsonl", b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", "line 1 of .* is not json"),
+        ("d.jsonl", b'{"prompt": "a"}\n{"prompt": "\\ud800"}', "row 2 of .*: column 'prompt' .*surrogates"),
+        ("d.jsonl", '{"prompt":"a"}'.encode("utf-16"), "UTF-8"),
+        ("d.jsonl.gz", b'{"prompt": "a"}', "gzip"),
+        ("d.jsonl", b"[1, 2]", "line 1|row 1|object"),
+        ("d.jsonl", b'{"prompt": "a"}\n{"prompt": "b', "line 2 of .* is not json"),
+        ("d.parquet", b"PAR1xxxx", "parquet"),
+    ],
+)
+def test_odd_data_files_are_one_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"(?i){message}") as error:
+        make_data(str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--model.path", ""),
+        ("--data.path", ""),
+        ("--optimizer.lr", "nan"),
+        ("--optimizer.lr=-1",),
+        ("--budget.group_size", "8.5"),
+        ("--seed", "1e400"),
+        ("--rollout.temperature", "0"),
+        ("--reward.functions", "[exact]"),
+        ("--prune.align", "2", "--prune.weighting", "match"),
+        ("--loss.kind", "gspo", "--loss.importance.kind", "token_mask"),
+    ],
+)
+def test_odd_settings_are_one_line(argv: tuple[str, ...]) -> None:
+    assert "\n" not in refused(*argv)
