@@ -218,7 +218,7 @@ def test_advantages_are_the_formulas_of_each_group(groups: list[Group], preset: 
     assign_advantages(groups, preset=preset)  # type: ignore[arg-type]
     for group, expected in zip(groups, truth, strict=True):
         found, (values, moved) = [rollout.advantage for rollout in group.rollouts], expected
-        assert found == pytest.approx(values, rel=2**-23, abs=2 * moved + 2**-149), "float32 of what is right in float64"
+        assert found == pytest.approx(values, rel=2**-23, abs=2 * moved + 2**-149), "float32 of the float64 truth"
         assert all(map(math.isfinite, found))
         for rollout in group.rollouts:
             assert (rollout.drop_reason == UNGRADED) == (not rollout.completion_ids or math.isnan(rollout.reward))
