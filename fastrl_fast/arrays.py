@@ -97,8 +97,8 @@ class ArrayBudget:
         self, config: BudgetConfig, *, prompts: int, prompts_per_step: int, total_steps: int, seed: int = 0
     ) -> None:
         whole = Config(
-            model=ModelConfig(path=""),
-            data=DataConfig(path="", prompts_per_step=prompts_per_step),
+            model=ModelConfig(path="none"),
+            data=DataConfig(path="none", prompts_per_step=prompts_per_step),
             budget=config,
             max_steps=total_steps,
             seed=seed,
@@ -130,7 +130,7 @@ class ArrayBudget:
         groups = _graded(ids, rewards, cu_group_sizes, right)
         if kept is not None:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            for rollout, stays in zip(rollouts, _list(kept), strict=True):
+            for rollout, stays in zip(rollouts, _one_each("kept", kept, len(rollouts)), strict=True):
                 rollout.drop_reason = "" if stays else "dropped"
         outcomes = [Outcome.of(group) for group in groups]
         self._budget.observe(outcomes, step=step + 1, total_steps=self.total_steps)

@@ -100,3 +100,6 @@ def test_rows_without_choices_are_graded_as_before():
     # Letters that stand for letters, and texts that are there twice, say nothing more.
     assert math_reward([""], [r"\boxed{A}"], answer=["B"], choices=[["B", "A"]]) == [0.0]
     assert math_reward([""], [r"\boxed{A}"], answer=["12"], choices=[["12", "12"]]) == [0.0]
+    # Nor does a letter that is the text of another choice than its own.
+    boxed = [r"\boxed{2a}", r"\boxed{a}"]
+    assert math_reward([""] * 2, boxed, answer=["a"] * 2, choices=[["2a", "a"]] * 2) == [0.0, 1.0]

@@ -210,6 +210,21 @@ def test_no_server_for_the_weights(make_sampler) -> None:
     assert not list(drained), "other ranks gather each tensor with this one"
 
 
+@pytest.mark.parametrize("error", [ValueError("answered 404"), OSError(28, "No space left on device")])
+def test_weights_that_rank_0_cannot_send_end_all_ranks(make_sampler, error: Exception) -> None:
+    class Failing:
+        def send(self, named, pool, servers):
+            raise error
+
+    with FakeServer() as server:
+        sampler = make_sampler(server)
+        sampler.transfer = Failing()
+        drained = iter([("a", None), ("b", None)])
+        with pytest.raises(ValueError, match=r"answered 404|weights_folder: .*No space left"):
+            sampler.load_weights(drained)
+        assert not list(drained), "other ranks gather each tensor with this one"
+
+
 def test_probes_ask_each_server_for_the_whole_distribution(make_sampler) -> None:
     with FakeServer() as one, FakeServer() as two:
         sampler = make_sampler(one, two, top_p=0.9, top_k=5, max_completion_tokens=64)

@@ -1,5 +1,6 @@
 """Weights on their way to servers: files, and the calls of vLLM's own transfer, whose NCCL a stub stands for here."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -84,6 +85,20 @@ def test_other_servers_than_before_make_a_new_group(servers, pool) -> None:
     assert [server.url for server in left] == [servers[1].url]
     assert transfer.send(WEIGHTS.items(), pool, left) == left
     assert [engine.size for engine in StubEngine.made] == [3, 2]
+
+
+def test_a_server_that_was_restarted_joins_a_new_group(servers, pool) -> None:
+    StubEngine.made = []
+    transfer = NcclTransfer(METADATA, connect=StubEngine)
+    transfer.send(WEIGHTS.items(), pool, pool.servers)
+    servers[0].die()
+    assert pool.post(pool.servers[0], "/reset_prefix_cache") is None
+    limit = time.monotonic() + 30
+    while pool.servers[0].current and time.monotonic() < limit:
+        time.sleep(0.02)
+    with FakeServer(port=servers[0].port):
+        assert transfer.send(WEIGHTS.items(), pool, pool.well(wait_for_all=True)) == pool.servers
+    assert [engine.size for engine in StubEngine.made] == [3, 3]
 
 
 def test_a_server_that_dies_in_the_middle_ends_the_hand_over(servers, pool) -> None:

@@ -15,7 +15,7 @@ def golds(gold: str, choices: Any) -> list[str]:
     if letter := _LETTER.fullmatch(gold.strip()):
         place = ord(letter[1].upper()) - ord("A")
         # A choice that is itself a letter would make another choice's letter right.
-        known = place < len(texts) and not _LETTER.fullmatch(texts[place])
+        known = place < len(texts) and not _LETTER.fullmatch(texts[place]) and gold.strip() not in texts
         return [gold, texts[place]] if known else [gold]
     places = [place for place, text in enumerate(texts) if text == gold.strip()]
     return [gold, chr(ord("A") + places[0])] if len(places) == 1 else [gold]

@@ -6,6 +6,7 @@ expression.py; only what is left (inequalities, matrices ...) goes to math-verif
 
 import functools
 import re
+from fractions import Fraction
 from typing import Any
 
 from .answers import bare_answer, final_answer, gold_text, text_of
@@ -17,12 +18,12 @@ from .notation import normalise, squeeze
 from .numerals import decimal_comma
 from .structure import Items, as_interval, items, named, sides
 from .units import split_unit
-from .value import TooLarge, Unreadable, close_value, divide, same_value
+from .value import TooLarge, Unreadable, add, close_value, divide, multiply, number, same_value
 from .words import chooses, chosen, chosen_with_text, is_formula, is_prose, words
 
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf)[a-z]*\s*\{[^{}]*\}")
 _VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?!frac|sqrt|pi|cdot|binom|sin|cos|tan|log|ln|exp|arc)[a-z]+")
-_LONG_DECIMAL = re.compile(r"-?\d*\.\d+")
+_DECIMAL = re.compile(r"-?\d*\.\d+")
 _LONG_DIGITS = 10
 _LONG_TOLERANCE = 1e-9
 _POINTS = 3
@@ -162,16 +163,17 @@ def _same_equations(right: str, given: str, depth: int) -> bool | None:
     ):
         return _same(right_value, given_value, depth + 1)
     left, other = sides(right), sides(given)
-    if len(left) == 1 and len(other) > 1:  # 2 + 3 = 5 for 5, but not x + 1 = 5
-        head = other[:-1] if not named(f"{other[0]} = 0")[0] else other[1:-1]
-        return all(_same(part, other[-1], depth + 1) for part in head) and _same(right, other[-1], depth + 1)
+    if len(left) == 1 and len(other) > 1:
+        return any(_same(right, part, depth + 1) for part in _chain(other, depth))
+    if len(other) == 1 and len(left) > 1:
+        return any(_same(part, given, depth + 1) for part in _chain(left, depth))
     if len(left) != 2 or len(other) != 2:
         return None
     try:
         ratios = []
         for point in range(_POINTS):
             first, second = (evaluate(f"({pair[0]}) - ({pair[1]})", point=point) for pair in (left, other))
-            ratios.append(first / second)
+            ratios.append(divide(first, second))
     except (Unreadable, ZeroDivisionError):
         return None
     return ratios[0] != 0 and all(same_value(ratio, ratios[0]) for ratio in ratios)
@@ -184,7 +186,7 @@ def _same_items(right: Items, given: Items, depth: int) -> bool:
     if right.brackets != given.brackets:
         if "\\cup" in (right.brackets, given.brackets):
             return False
-        if "" not in (right.brackets, given.brackets):
+        if "" not in (right.brackets, given.brackets) or {"(]", "[)"} & {right.brackets, given.brackets}:
             return False
     if right.ordered or given.ordered:
         return all(_same(a, b, depth + 1) for a, b in zip(right.parts, given.parts, strict=True))
@@ -274,10 +276,29 @@ def _same_percent(right: str, given: str) -> bool:
     return plain and (right.endswith("%") or abs(value) > 1)
 
 
+def _chain(parts: list[str], depth: int) -> list[str]:
+    """What is one value in `a = b = c`, but for a name at the beginning: all of 2 + 3 = 5, and nothing of x + 1 = 5."""
+    values = parts[1:] if named(f"{parts[0]} = 0")[0] else parts
+    same = all(_same(part, values[-1], depth + 1) or _rounds_to(part, values[-1]) for part in values[:-1])
+    return values if same else []
+
+
+def _rounds_to(text: str, decimal: str) -> bool:
+    r"""Whether a value that is no decimal itself is about the decimal behind it, as in `3\pi \approx 9.42`."""
+    (text, _), (decimal, _) = split_unit(text), split_unit(decimal)
+    if "." in text or not _DECIMAL.fullmatch(decimal) or _VARIABLE.search(text):
+        return False
+    try:
+        gap = number(add(evaluate(text), multiply(Fraction(-1), evaluate(decimal))))
+    except Unreadable:
+        return False
+    return bool(abs(gap) <= 0.5 * 10.0 ** -len(decimal.partition(".")[2]))
+
+
 def _close_decimal(right: str, given: str) -> bool:
     """A decimal of ten or more digits stands for what it was rounded from; two such decimals must be equal."""
     long = [
-        bool(_LONG_DECIMAL.fullmatch(text)) and len(text.strip("-0.").replace(".", "")) >= _LONG_DIGITS
+        bool(_DECIMAL.fullmatch(text)) and len(text.strip("-0.").replace(".", "")) >= _LONG_DIGITS
         for text in (right, given)
     ]
     if long[0] == long[1] or _VARIABLE.search(right + given):

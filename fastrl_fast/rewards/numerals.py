@@ -15,6 +15,7 @@ _GROUPED = [
 _SPACED = re.compile(r"([-+]?[1-9]\d{0,2}(?: \d{3})+)(?:[.,](\d+))?(?=\s*[A-Za-z%]|$)")
 _CONTINENTAL = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+),(\d+)(?!\d|[.,]\d)")
 _DOTTED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\d|[.,]\d)")
+_HUNDREDTHS = re.compile(r"(?<![\d.,])(\d+),(0\d+)(?![\d.,])")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 _ILLIONS = re.compile(r"(?<=\d)\s*(thousand|million|billion|trillion)s?(?![A-Za-z])")
@@ -34,7 +35,7 @@ def plain_numbers(text: str) -> str:
     """Numbers without separators: 1,234.5, 12,34,567, 1.234,5, 1'234, 1_234 and, at the beginning, 1 234.
 
     Between brackets a comma parts items, unless those are parted by comma and space. `3,5` stays as it is: it may be
-    two numbers. 1.5 million becomes a product, a repeating decimal a fraction.
+    two numbers, which 3,05 is not. 1.5 million becomes a product, a repeating decimal a fraction.
     """
     text = _REPEATING.sub(_as_fraction, text)
     text = _ILLIONS.sub(lambda found: rf"\cdot 10^{{{_ZEROS[found[1]]}}}", text)
@@ -46,7 +47,7 @@ def plain_numbers(text: str) -> str:
     text = _DOTTED.sub(lambda found: found[0].replace(".", ""), text)
     for pattern in _GROUPED:
         text = pattern.sub(lambda found: re.sub("[,'_]", "", found[0]), text)
-    return text
+    return _HUNDREDTHS.sub(r"\1.\2", text)
 
 
 def decimal_comma(text: str) -> str | None:

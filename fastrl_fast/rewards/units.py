@@ -50,6 +50,8 @@ _WITH_UNIT = re.compile(
 _SHORT_UNITS = re.compile(
     "[mgshlLCFJNWVA]|[cmkd]m|k?g|mg|lb|oz|ft|in|yd|mi|m[lL]|hr|min|sec|sq|km/?h|mph|kph|k?Hz|cc|lbs|hrs"
 )
+_LETTERS = re.compile(r"[A-Za-z](\s+[A-Za-z])*(?:\s*\^\s*\{?\s*[23]\s*\}?)?")
+_VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e[-+]?\d)[A-Za-z]|\\(?!frac|sqrt|pi|pm|cdot)[a-z]+")
 _LONGEST = 200
 _IN_BASE = re.compile(r"([0-9A-F]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 
@@ -57,7 +59,7 @@ _IN_BASE = re.compile(r"([0-9A-F]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 def split_unit(text: str) -> tuple[str, str]:
     """Part `35 cm`, `20 square feet` or `52_8` into number and unit or base; empty where there is none."""
     based = _IN_BASE.fullmatch(text)
-    if based:
+    if based and _is_base(based[1], based[2]):
         return based[1], f"base {based[2]}"
     found = _WITH_UNIT.match(text) if len(text) <= _LONGEST else None
     if not found:
@@ -67,7 +69,18 @@ def split_unit(text: str) -> tuple[str, str]:
     for word in re.findall(_WORD, unit):
         if word.isascii() and not _SHORT_UNITS.fullmatch(word) and not (len(word) >= 3 and space):
             return text, ""
-    return body, _canonical(unit)
+    return (text, "") if _is_factor(body, unit) else (body, _canonical(unit))
+
+
+def _is_base(digits: str, base: str) -> bool:
+    """Whether `52_8` is a number in base 8; `A_1` is a name."""
+    return len(base) < 3 and 2 <= int(base) <= 36 and all(int(digit, 16) < int(base) for digit in digits)
+
+
+def _is_factor(body: str, unit: str) -> bool:
+    """Whether single letters are variables: behind others, as in `\\pi r^2 h`, or side by side, as in `2 m g`."""
+    letters = _LETTERS.fullmatch(unit) if "=" not in body and unit != "N m" else None
+    return letters is not None and bool(letters[1] or _VARIABLE.search(body))
 
 
 def _canonical(unit: str) -> str:

@@ -83,19 +83,23 @@ class ServerSampler:
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Hand the policy's weights to every server that is there; rank 0 sends them, and all ranks call this together.
 
-        Raises EngineLost on all ranks where no server takes them.
+        Raises on all ranks EngineLost where no server takes them, and ValueError where a server calls a request of the
+        hand-over wrong or the folder cannot be written.
         """
-        weights, taken, problem = iter(named), [], ""
+        weights, taken = iter(named), []
+        problem: Exception | None = None
         if distributed.rank() == 0:
             try:
                 taken = self._hand_over(weights)
-            except EngineLost as lost:
-                problem = str(lost)
+            except (EngineLost, ValueError) as error:
+                problem = error
+            except OSError as error:
+                problem = ValueError(f"rollout.vllm.weights_folder: {error}")
         for _ in weights:  # to gather one is a matter of all ranks
             pass
         taken, problem = distributed.broadcast_object((taken, problem))
         if problem:
-            raise EngineLost(problem)
+            raise problem
         self.pool.mark_current(taken)
 
     def _hand_over(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -123,7 +123,7 @@ class NcclTransfer:
     trainer-side engine; needs vLLM 0.29 or newer on both sides.
 
     `connect` makes that engine of (address, port, size of the group, client, source). A new one is made whenever the
-    servers are others than before.
+    servers are others than before, or were restarted.
     """
 
     def __init__(self, metadata: list[Meta], connect: Callable[[str, int, int, Any, Any], Any] | None = None) -> None:
@@ -134,7 +134,8 @@ class NcclTransfer:
 
     def send(self, named: Named, pool: ServerPool, servers: list[Server]) -> list[Server]:
         """As `Transfer.send`. Raises EngineLost where a server fails in the middle: a broadcast has no way on."""
-        if self._servers != [server.url for server in servers]:
+        # One that came back in the meantime is not in the group of its namesake.
+        if self._servers != [server.url for server in servers] or not all(server.current for server in servers):
             sizes = [pool.get(server, "/get_world_size") for server in servers]
             servers = [server for server, size in zip(servers, sizes, strict=True) if size is not None]
             workers = [size["world_size"] for size in sizes if size is not None]
