@@ -6,11 +6,11 @@ expression.py; only what is left (inequalities, matrices ...) goes to math-verif
 
 import functools
 import re
-from fractions import Fraction
 from typing import Any
 
 from .answers import bare_answer, final_answer, gold_text, text_of
 from .choices import golds
+from .decimals import close_decimal, rounds_to
 from .expression import evaluate
 from .faults import guarded
 from .library import library_parse, same_by_library, unfit
@@ -18,14 +18,10 @@ from .notation import normalise, squeeze
 from .numerals import decimal_comma
 from .structure import Items, as_interval, items, named, sides
 from .units import split_unit
-from .value import TooLarge, Unreadable, add, close_value, divide, multiply, number, same_value
-from .words import chooses, chosen, chosen_with_text, is_formula, is_prose, words
+from .value import TooLarge, Unreadable, divide, same_value
+from .words import VARIABLE, chooses, chosen, chosen_with_text, is_formula, is_prose, words
 
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf)[a-z]*\s*\{[^{}]*\}")
-_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?!frac|sqrt|pi|cdot|binom|sin|cos|tan|log|ln|exp|arc)[a-z]+")
-_DECIMAL = re.compile(r"-?\d*\.\d+")
-_LONG_DIGITS = 10
-_LONG_TOLERANCE = 1e-9
 _POINTS = 3
 _LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _COMMA = re.compile(r"\s*,\s*")
@@ -232,8 +228,8 @@ def _same_values(right: str, given: str) -> bool:
     try:
         if right.endswith("%") != given.endswith("%"):
             return _same_percent(right, given)
-        points = range(_POINTS if _VARIABLE.search(right + given) else 1)
-        return _close_decimal(right, given) or all(
+        points = range(_POINTS if VARIABLE.search(right + given) else 1)
+        return close_decimal(right, given) or all(
             same_value(value if point == 0 else evaluate(right, point=point), evaluate(given, point=point))
             for point in points
         )
@@ -279,28 +275,5 @@ def _same_percent(right: str, given: str) -> bool:
 def _chain(parts: list[str], depth: int) -> list[str]:
     """What is one value in `a = b = c`, but for a name at the beginning: all of 2 + 3 = 5, and nothing of x + 1 = 5."""
     values = parts[1:] if named(f"{parts[0]} = 0")[0] else parts
-    same = all(_same(part, values[-1], depth + 1) or _rounds_to(part, values[-1]) for part in values[:-1])
+    same = all(_same(part, values[-1], depth + 1) or rounds_to(part, values[-1]) for part in values[:-1])
     return values if same else []
-
-
-def _rounds_to(text: str, decimal: str) -> bool:
-    r"""Whether a value that is no decimal itself is about the decimal behind it, as in `3\pi \approx 9.42`."""
-    (text, _), (decimal, _) = split_unit(text), split_unit(decimal)
-    if "." in text or not _DECIMAL.fullmatch(decimal) or _VARIABLE.search(text):
-        return False
-    try:
-        gap = number(add(evaluate(text), multiply(Fraction(-1), evaluate(decimal))))
-    except Unreadable:
-        return False
-    return bool(abs(gap) <= 0.5 * 10.0 ** -len(decimal.partition(".")[2]))
-
-
-def _close_decimal(right: str, given: str) -> bool:
-    """A decimal of ten or more digits stands for what it was rounded from; two such decimals must be equal."""
-    long = [
-        bool(_DECIMAL.fullmatch(text)) and len(text.strip("-0.").replace(".", "")) >= _LONG_DIGITS
-        for text in (right, given)
-    ]
-    if long[0] == long[1] or _VARIABLE.search(right + given):
-        return False
-    return close_value(evaluate(right), evaluate(given), _LONG_TOLERANCE)

@@ -2,6 +2,8 @@
 
 import re
 
+from .words import VARIABLE
+
 _SPELLINGS = {
     "m": "meter metre 米",
     "cm": "centimeter centimetre 厘米",
@@ -51,7 +53,6 @@ _SHORT_UNITS = re.compile(
     "[mgshlLCFJNWVA]|[cmkd]m|k?g|mg|lb|oz|ft|in|yd|mi|m[lL]|hr|min|sec|sq|km/?h|mph|kph|k?Hz|cc|lbs|hrs"
 )
 _LETTERS = re.compile(r"[A-Za-z](\s+[A-Za-z])*(?:\s*\^\s*\{?\s*[23]\s*\}?)?")
-_VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e[-+]?\d)[A-Za-z]|\\(?!frac|sqrt|pi|pm|cdot)[a-z]+")
 _LONGEST = 200
 _IN_BASE = re.compile(r"([0-9A-F]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 
@@ -80,7 +81,7 @@ def _is_base(digits: str, base: str) -> bool:
 def _is_factor(body: str, unit: str) -> bool:
     """Whether single letters are variables: behind others, as in `\\pi r^2 h`, or side by side, as in `2 m g`."""
     letters = _LETTERS.fullmatch(unit) if "=" not in body and unit != "N m" else None
-    return letters is not None and bool(letters[1] or _VARIABLE.search(body))
+    return letters is not None and bool(letters[1] or VARIABLE.search(body))
 
 
 def _canonical(unit: str) -> str:

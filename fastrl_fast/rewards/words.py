@@ -2,6 +2,10 @@
 
 import re
 
+VARIABLE = re.compile(
+    r"(?<![\\A-Za-z])(?!e[-+]?\d)[A-Za-z]|\\(?!frac|sqrt|pi|pm|cdot|binom|sin|cos|tan|log|ln|exp|arc)[a-z]+"
+)
+"""A letter that is neither a command's nor that of an exponent, 3e5."""
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\}")
 _WORD = re.compile(r"(?<!\\)(?<![^\W\d_])(?:[^\W\d_]{2,}|[^\W\d_\x00-\x7f])")
 _PRODUCT = re.compile(
