@@ -97,8 +97,8 @@ class ArrayBudget:
         self, config: BudgetConfig, *, prompts: int, prompts_per_step: int, total_steps: int, seed: int = 0
     ) -> None:
         whole = Config(
-            model=ModelConfig(path=""),
-            data=DataConfig(path="", prompts_per_step=prompts_per_step),
+            model=ModelConfig(path="none"),
+            data=DataConfig(path="none", prompts_per_step=prompts_per_step),
             budget=config,
             max_steps=total_steps,
             seed=seed,
