@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "fastrl_fast"
-MODULES = ("config", "data_config", "method_config", "loss_config")
+MODULES = ("config", "data_config", "rollout_config", "method_config", "loss_config")
 PAGE = "settings.md"
 INTRO = """# Every setting
 

@@ -20,10 +20,9 @@ class ParityCheck:
 
     def __init__(self, config: Config, data: PromptData, images: ImageReader | None) -> None:
         settings = config.rollout.vllm
-        self.prompts = data.first(PROMPTS)
         self.tolerance = settings.parity_tolerance or TOLERANCE[config.model.dtype]
         self.stops = settings.parity == "stop"
-        self._images = images
+        self._data, self._images = data, images
 
     @torch.no_grad()
     def run(self, policy: Policy, sampler: EngineSampler) -> str:
@@ -31,7 +30,7 @@ class ParityCheck:
 
         Raises ValueError instead where the config says that a run stops.
         """
-        groups = distributed.together(lambda: sampler.probe(self.prompts))
+        groups = distributed.together(lambda: sampler.probe(self._data.first(PROMPTS)))
         sequences = [
             packing.Sequence(
                 group.prompt.token_ids, rollout.completion_ids, rollout.rollout_logprobs, 0.0, 0.0, None,

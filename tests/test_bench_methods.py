@@ -139,7 +139,7 @@ def test_every_run_s_arguments_are_settings(setting, tmp_path):
         config, _ = cli.parse(methods.arguments(objective, method, 3, options(setting, tmp_path)), prog="train")
         assert config.loss == losses.setdefault(objective, config.loss), pair
         assert (config.seed, config.max_steps, config.eval.samples) == (3, 8, 8)
-        assert (config.prune.method == "none") == (method in ("plain", "greso", "every_rollout"))
+        assert (config.prune.method == "none") == (method in ("plain", "plain_small", "greso", "every_rollout"))
 
 
 def test_sums_are_right_and_held_out(tmp_path):

@@ -171,10 +171,10 @@ class LocalSampler:
         )
         for done in self._decoder.run(batch, truncation):
             for place, ids, logprobs, n in zip(*(x.tolist() for x in done), strict=True):
-                yield (
-                    rows[place],
-                    finished_rollout(ids[:n], logprobs[:n], stop_ids=self.stop_ids, tokenizer=self.tokenizer),
-                )
+                yield rows[place], self._rollout(ids[:n], logprobs[:n])
+
+    def _rollout(self, ids: list[int], logprobs: list[float]) -> Rollout:
+        return finished_rollout(ids, logprobs, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
 
 
 def _batches(rows: list[_Row], tokens: int) -> Iterable[list[_Row]]:
