@@ -40,6 +40,8 @@ NOT_RUN = {
     r"python3? -m venv \S+": "makes an environment, and pip would load the network's packages into it",
     r"\. \S+/bin/activate": "the same",
     r"pytest": "these are its tests",
+    r"(?:\w+=\S+ )*(?:vllm serve|python -m vllm\.\S+) .*": "starts a server of another program",
+    r"pip uninstall .*": "this environment is not the reader's",
     r"srun .*": "needs Slurm; its inner command is the one above it in the page",
 }
 """Commands that are only read, and why."""
@@ -267,6 +269,7 @@ RULES: dict[str, Callable[[list[str], str, pytest.MonkeyPatch], None]] = {
     r"python profiles/summarize\.py (.*)": check_summary,
     r"(?:\w+=\S+ )*torchrun .* (profiles/.*)": check_profiler,
     r"bench/gpu\.sh --dry-run": really,
+    r"export (?:\w+=\S+ ?)+": really,
     r"cat > [\w.]+ <<'(\w+)'\n.*": really,
     r'eval "\$\(fastrl completion bash\)"': check_completion,
 }

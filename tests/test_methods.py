@@ -104,6 +104,7 @@ def test_a_method_trains_and_resumes_alike(recipe: str, make, tmp_path: Path, pr
     first = [step(whole), step(whole)]
     TrainingRun(whole).save()
     last = [step(whole), step(whole)]
+    whole.parts.checkpointer.wait()
     assert sum(m["optimizer/updates"] for m in (*first, *last)) > 0
     assert any(not torch.equal(start[name], weight) for name, weight in weights(whole).items())
     resumed = make(config, tmp_path)
