@@ -171,13 +171,17 @@ def disk() -> Finding:
     return Finding("ok" if free >= DISK_GB else "no", f"{free:.1f} GB free in {Path.cwd()}, {DISK_GB:.0f} is needed")
 
 
+RANKS_SECONDS = 300
+"""For two processes to import torch and talk: seconds on a quiet machine, more than a minute on a busy one."""
 TALK = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
 total = torch.tensor([1.0 + dist.get_rank()])
 dist.all_reduce(total)
-sys.exit(0 if total.item() == 3.0 else 1)
+dist.destroy_process_group()
+os._exit(0 if total.item() == 3.0 else 1)
 """
+"""_exit: gloo's threads can abort a process that takes itself apart on a busy machine, though all was said."""
 
 
 def ranks() -> Finding:
@@ -188,7 +192,7 @@ def ranks() -> Finding:
         command = [sys.executable, "-c", TALK, f"{folder}/store"]
         pair = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(2)]
         try:
-            said = [process.communicate(timeout=60)[1] for process in pair]
+            said = [process.communicate(timeout=RANKS_SECONDS)[1] for process in pair]
         except subprocess.TimeoutExpired:
             return Finding(
                 "no", "two processes on this machine cannot talk over gloo: set GLOO_SOCKET_IFNAME=lo to try"

@@ -2,6 +2,7 @@
 folder."""
 
 import argparse
+import shutil
 from pathlib import Path
 
 from . import cli, run_folder
@@ -32,6 +33,8 @@ def export(run: Path, out: Path, *, best: bool = False) -> None:
     config, _ = cli.parse(["--config", str(run / run_folder.CONFIG_FILE)], prog="fastrl_fast.export")
     weights = load_weights(run / "checkpoints", best=best)
     save_pretrained(resolve_model(config.model.path), weights, out, config.model)
+    for file in out.glob("*.safetensors"):  # safetensors 0.8 lets nobody but their owner read them
+        shutil.copymode(out / "config.json", file)
 
 
 if __name__ == "__main__":

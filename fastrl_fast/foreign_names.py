@@ -43,6 +43,22 @@ TRL = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.path",
     "generation_batch_size": "data.prompts_per_step",
+    "num_generations_eval": "eval.samples",
+    "per_device_train_batch_size": "updates.tokens_per_microbatch",
+    "gradient_accumulation_steps": "data.prompts_per_step",
+    "warmup_ratio": "optimizer.warmup_steps",
+    "adam_beta1": "optimizer.betas",
+    "adam_beta2": "optimizer.betas",
+    "eval_strategy": "eval.every",
+    "save_strategy": "checkpoint.every",
+    "resume_from_checkpoint": "run_dir",
+    "overwrite_output_dir": "overwrite",
+    "train_dataset": "data.path",
+    "eval_dataset": "eval.path",
+    "dataset_config": "data.path",
+    "dataset_train_split": "data.split",
+    "dataset_test_split": "eval.split",
+    "vllm_server_host": "rollout.vllm.servers",
 }
 """TRL's GRPOConfig and script arguments -> ours."""
 

@@ -108,6 +108,7 @@ def estimate_memory(
     ranks: int,
     several_microbatches: bool = True,
     device: str = "cuda",
+    tokens: int | None = None,
     patches: float = 0.0,
     step_patches: float = 0.0,
 ) -> Memory:
@@ -117,12 +118,13 @@ def estimate_memory(
     for AdamW, 4 P / R for a reference; the local sampler's whole copy b P and its cache; FSDP2's whole tables (its root
     keeps them from forward to backward) and two layers. With several micro-batches in an update gradients are reduced
     with the last one alone, and until then every rank holds all of them whole: 4 P; with updates.reduce_gradients
-    microbatch only those of what is gathered. Micro-batches are taken as full; each of their tokens as a target. Of
-    images: the float32 pixels of a rank's `step_patches`, and what the tower keeps of the `patches` of one micro-batch,
-    where it is trained; a frozen one has no gradients and no moments. What a vLLM engine takes of the same GPU is its
-    own setting, and not counted.
+    microbatch only those of what is gathered. A micro-batch has `tokens`, by default as many as it may have, and each
+    is a target. Of images: the float32 pixels of a rank's `step_patches`, and what the tower keeps of the `patches` of
+    one micro-batch, where it is trained; a frozen one has no gradients and no moments. What a vLLM engine takes of the
+    same GPU is its own setting, and not counted.
     """
-    width, tokens = BYTES[config.model.dtype], config.updates.tokens_per_microbatch
+    width = BYTES[config.model.dtype]
+    tokens = config.updates.tokens_per_microbatch if tokens is None else tokens
     tower = size.tower
     trained = size.parameters - (tower.parameters if tower and config.model.freeze_vision else 0)
     state = STATE_BYTES / ranks

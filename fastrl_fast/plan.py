@@ -17,7 +17,7 @@ from .memory import Memory, ModelSize, estimate_memory
 from .method_config import ARS, STAGED
 from .model import load_tokenizer
 from .packing import ModelShape, microbatch_flops, microbatch_tower_flops, to_train_group
-from .rewards.registry import build, find
+from .rewards.registry import build
 from .savings import Passes, flop_sums
 from .tables import build_console, print_line, print_table
 from .types import Group, Prompt, Rollout
@@ -33,8 +33,7 @@ FORMULAS = {
     "sampler": ("the sampler's weights", "b P"),
     "gradients": (
         "gradients",
-        "4 P / R, and 4 P until the last of several micro-batches (4 of what is gathered where there is one, or with "
-        "updates.reduce_gradients microbatch)",
+        "4 P / R, and where sharded 4 P until the last of several micro-batches, else 4 (gathered)",
     ),
     "gathered": ("gathered weights", "b (embedding, head and two layers)"),
     "activations": (
@@ -71,9 +70,9 @@ class Plan:
         images = load_images(path, tokenizer, config.model, config.data)
         data = PromptData(config.data, tokenizer, seed=config.seed, images=images)
         held_out = held_out_prompts(config, tokenizer, images)
-        for prompt in [*data.first(1), *held_out[:1]]:
-            _check_rewards(config, prompt)
         prompts, first = data.first(len(data)), data.next_prompts(config.data.prompts_per_step)
+        for checked in (prompts, held_out):
+            _check_rewards(config, checked)
         size = _model_size(path, config)
         return cls(config, size, tokenizer, prompts, first, data.dropped_overlong, len(held_out))
 
@@ -85,6 +84,15 @@ class Plan:
     def rollouts(self) -> int:
         """Rollouts of one step, in their first round."""
         return self.config.data.prompts_per_step * self.config.budget.group_size
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of the largest micro-batch: updates.tokens_per_microbatch, or all that a step can have."""
+        config, budget = self.config, self.config.budget
+        group = budget.max_group_size if budget.kind in (*STAGED, "knapsack") else budget.group_size
+        prompt = max(len(prompt.token_ids) for prompt in self.prompts)
+        row = prompt * (1 if config.updates.share_prompts else group) + group * config.rollout.max_completion_tokens
+        return min(config.updates.tokens_per_microbatch, config.data.prompts_per_step * row)
 
     def memory(self, ranks: int) -> Memory:
         """Of one rank, had no rollout been dropped and every completion its full length."""
@@ -102,6 +110,7 @@ class Plan:
             ranks=ranks,
             several_microbatches=several,
             device=device,
+            tokens=self.microbatch_tokens,
             patches=patches,
             step_patches=step_patches / ranks,
         )
@@ -112,7 +121,7 @@ class Plan:
         mean, group, limit = sum(counts) / len(counts), self.config.budget.group_size, self.config.rollout
         computed = 1 if self.config.updates.share_prompts else group
         row = computed * prompt_tokens + group * limit.max_completion_tokens
-        full = self.config.updates.tokens_per_microbatch / row * computed * mean
+        full = self.microbatch_tokens / row * computed * mean
         return max(full, *counts), self.config.data.prompts_per_step * computed * mean
 
     def flops(self) -> tuple[dict[str, float], float]:
@@ -240,18 +249,20 @@ def _show_memory(plan: Plan, console: Console) -> None:
     print_line(
         console,
         f"P = {size.parameters:,}, b = {width}, L = {size.layers}, H = {size.hidden}, I = {size.intermediate}, "
-        f"Q = {size.queries}, K = {size.keys}, T = updates.tokens_per_microbatch; without the allocator's slack and "
-        "what CUDA itself takes",
+        f"Q = {size.queries}, K = {size.keys}, T = {plan.microbatch_tokens:,} (updates.tokens_per_microbatch, or a "
+        "whole step where that is less); without the allocator's slack and what CUDA itself takes",
     )
 
 
-def _check_rewards(config: Config, prompt: Prompt) -> None:
+def _check_rewards(config: Config, prompts: list[Prompt]) -> None:
     """Load each reward here, and look for the columns that it needs. Raises ValueError."""
-    columns: dict[str, list[Any]] = {name: [] for name in (*prompt.columns, "completion_ids", "finish_reason")}
+    if not prompts:
+        return
+    known = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    columns: dict[str, list[Any]] = {name: [] for name in (*known, "completion_ids", "finish_reason")}
     for term in config.reward.terms:
         try:
-            build(term.name)
-            find(term.name).columns(columns)
+            build(term.name).columns(columns)
         except ValueError as error:
             raise ValueError(f"reward.functions: {error}") from error
 

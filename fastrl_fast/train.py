@@ -93,15 +93,17 @@ def load_inputs(config: Config, grader: Grader) -> Inputs:
     images = load_images(path, tokenizer, config.model, config.data)
     data = PromptData(config.data, tokenizer, seed=config.seed, images=images)
     accuracy = build_accuracy(config, tokenizer, grader, images)
-    for prompt in [*data.first(1), *(accuracy.prompts[:1] if accuracy else [])]:
-        _check_columns(grader, prompt)
+    for prompts in (data.first(len(data)), accuracy.prompts if accuracy else []):
+        _check_columns(grader, prompts)
     return Inputs(load_causal_lm(path, config.model), tokenizer, data, accuracy, images)
 
 
-def _check_columns(grader: Grader, prompt: Prompt) -> None:
-    """Raise ValueError for a column that a reward needs and the data has not: grading nothing finds out."""
-    _, _, columns = grading_columns([Group(prompt, [Rollout([], [], "stop")])])
-    grader.grade([], [], {name: [] for name in columns})
+def _check_columns(grader: Grader, prompts: list[Prompt]) -> None:
+    """Raise ValueError for a column that a reward needs and no row of the data has: grading nothing finds out."""
+    if prompts:
+        known = {name for prompt in prompts for name in prompt.columns}
+        _, _, columns = grading_columns([Group(prompts[0], [Rollout([], [], "stop")])], known)
+        grader.grade([], [], {name: [] for name in columns})
 
 
 def build_parts(

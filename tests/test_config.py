@@ -143,6 +143,13 @@ def test_recipes_parse_alone_or_behind_one_with_a_model(name):
         assert ours == (theirs if theirs is None else type(ours)(theirs)), f"{key} of {name} arrived"
 
 
+@pytest.mark.parametrize("name", cli.recipe_names())
+def test_a_method_behind_weights_that_it_does_not_know_is_not_refused(name, file):
+    mine = file(BASE + "prune: {method: mdap, weighting: multiplicity}\n")
+    c, _ = cli.parse(["--config", mine, "--config", name], prog="train")
+    assert c.prune.weighting != "multiplicity" or c.prune.method in ("mdap", "mdap_seed", "aero_mdap", "none")
+
+
 def test_recipes_are_there():
     assert "demo" in cli.recipe_names()
 

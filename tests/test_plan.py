@@ -121,6 +121,10 @@ def test_a_dry_run_finds_what_the_run_would_stumble_over(nothing_starts: Path, m
     assert "needs the column 'answer'" in line(f"--data.path={rows}")
     assert "needs the column 'answer'" in line(f"--eval.path={rows}")
     assert "has no function 'unfair'; it has: fair" in line(f"--reward.functions={{'{mine}:unfair': 1.0}}")
+    mine.write_text(mine.read_text() + "def keen(completions, answr, extra=None, **columns):\n    return [1.0]\n")
+    assert "mine.py:keen' needs the column 'answr'; the data has: answer" in line(
+        f"--reward.functions={{'{mine}:keen': 1.0}}"
+    )
     assert "model.path" in line("--model.path=no/such/folder")
     assert "data.path" in line("--data.path=missing.jsonl")
     assert "data.prompts_per_step" in line("--data.prompts_per_step=100000")
@@ -167,6 +171,22 @@ def test_gradients_are_whole_where_an_update_has_several_micro_batches() -> None
     assert made.memory(8).gradients < 4 * p / 8 + 4 * p
     few = _with(**settings, updates=UpdatesConfig(rollouts_per_update=8, tokens_per_microbatch=500))
     assert few.memory(1).gradients < 4 * p + 4 * p, "8 rollouts fit one micro-batch"
+
+
+def test_a_micro_batch_has_no_more_tokens_than_a_step() -> None:
+    """4 prompts of 4 rollouts: their prompts once or four times, 24 tokens of completion each."""
+    made = _with()
+    longest = max(len(prompt.token_ids) for prompt in made.prompts)
+    assert made.microbatch_tokens == 4 * (longest + 4 * 24)
+    apart = _with(updates=UpdatesConfig(share_prompts=False))
+    assert apart.microbatch_tokens == 4 * 4 * (longest + 24)
+    staged = _with(budget=BudgetConfig(kind="aero", group_size=4, max_group_size=6))
+    assert staged.microbatch_tokens == 4 * (longest + 6 * 24)
+    full = _with(updates=UpdatesConfig(tokens_per_microbatch=50))
+    assert full.microbatch_tokens == 50
+    assert made.memory(1).activations * 50 == full.memory(1).activations * made.microbatch_tokens
+    more = apart.microbatch_tokens - made.microbatch_tokens
+    assert apart.memory(1).head - made.memory(1).head == 2 * 4 * made.size.hidden * more
 
 
 def test_the_formulas_name_every_part() -> None:

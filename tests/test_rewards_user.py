@@ -8,6 +8,7 @@ import pytest
 
 from fastrl_fast.rewards import Grader, reasoning_gym_reward
 from fastrl_fast.rewards.answers import final_answer
+from fastrl_fast.rewards.registry import build
 from fastrl_fast.rewards.user import as_scores, load
 
 
@@ -54,6 +55,35 @@ def test_trl_signature_gets_columns_and_whole_groups(tmp_path):
 def test_trl_function_without_keywords_gets_what_it_asks_for(tmp_path):
     path = write(tmp_path, "def f(completions, answer):\n    return [c == a for c, a in zip(completions, answer)]\n")
     assert grade(path + ":f", ["p"] * 2, ["1", "2"], answer=["1", "1"], other=[0, 0]) == [1.0, 0.0]
+
+
+def test_what_a_function_cannot_be_called_without_is_needed(tmp_path):
+    """TRL's own arguments, defaults and *arguments are not; a decorator that keeps the signature hides nothing."""
+    path = write(
+        tmp_path,
+        """
+        import functools
+
+        def plain(prompts, completions, answer, *rest, unit, hint=None, **columns):
+            return [1.0] * len(completions)
+
+        @functools.wraps(plain)
+        def wrapped(*args, **columns):
+            return plain(*args, **columns)
+
+        def all_of_them(**columns):
+            return [1.0] * len(columns["completions"])
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            return 1.0
+        """,
+    )
+    assert build(f"{path}:plain").needs == build(f"{path}:wrapped").needs == ("answer", "unit")
+    assert build(f"{path}:all_of_them").needs == build(f"verl:{path}:compute_score").needs == ()
+    with Grader([Term(f"{path}:plain")], workers=1, timeout=20) as grader:
+        with pytest.raises(ValueError, match="plain' needs the column 'unit'; the data has: answer"):
+            grader.grade([], [], {"answer": []})
+        assert grader.grade([], [], {"answer": [], "unit": []}) == []
 
 
 def test_trl_conversations_get_messages(tmp_path):

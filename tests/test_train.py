@@ -104,6 +104,7 @@ def test_export_and_evaluate_read_the_run(
 ) -> None:
     out = tmp_path / "model"
     export.export(whole_run, out)
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "whoever reads one may read all"
     lm = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     weights = load_weights(whole_run / "checkpoints")
     assert all(torch.equal(parameter, weights[name]) for name, parameter in lm.named_parameters())
@@ -176,6 +177,10 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, monkeypatch: p
     unanswered = data_file(tmp_path / "unanswered", [{"prompt": row["prompt"]} for row in rows])
     assert "needs the column 'answer'" in line(f"--data.path={unanswered}", "--data.prompts_per_step=2")
     assert "needs the column 'answer'" in line(f"--eval.path={unanswered}")
+    mine = tmp_path / "mine.py"
+    mine.write_text("def f(completions, answr, extra=None, **columns):\n    return [1.0] * len(completions)\n")
+    wrong = line(f"--data.path={good}", f"--reward.functions={{'{mine}:f': 1.0}}", "--data.prompts_per_step=2")
+    assert "mine.py:f' needs the column 'answr'; the data has: answer" in wrong
     assert "no recipe 'fastlr'" in line("--config=fastlr")
     assert "model.path" in line("--model.path=no/such/folder")
     assert "prune.tau" in line("--prune.tau=2")

@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import nan  # `import math` would be hidden by the submodule of that name
 from typing import Any, Protocol
 
@@ -116,6 +117,9 @@ class Grader:
         self._workers, self._timeout = workers, timeout
         self._lock = threading.Lock()
         self._open()
+        self._rewards = [
+            replace(reward, needs=needs) for reward, needs in zip(self._rewards, self._pool.needs, strict=True)
+        ]
 
     def submit(
         self,

@@ -123,6 +123,8 @@ class Pool:
         self._load, self._timeout = load, timeout
         self.pid = os.getpid()
         self.counters = Counters()
+        self.needs: list[tuple[str, ...]] = []
+        """Columns that each reward cannot do without, as a worker found when it loaded them."""
         self._tasks: queue.SimpleQueue[tuple[Batch, list[Call]] | None] = queue.SimpleQueue()
         self._processes: dict[int, WorkerProcess] = {}
         self._closing = False
@@ -207,7 +209,7 @@ class Pool:
             deadline = time.monotonic() + LOAD_SECONDS
             try:
                 process.send(self._load, deadline=deadline)
-                kind, text = process.receive(deadline=deadline)
+                kind, said = process.receive(deadline=deadline)
             except TimeoutError:
                 self._stop(index)
                 raise ValueError(f"the rewards could not be loaded within {LOAD_SECONDS:.0f} s") from None
@@ -218,7 +220,8 @@ class Pool:
                 ) from None
             if kind == "failed":
                 self._stop(index)
-                raise ValueError(text)
+                raise ValueError(said)
+            self.needs = said
         return process
 
     def _stop(self, index: int) -> None:

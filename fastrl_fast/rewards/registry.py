@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import user
@@ -85,10 +85,11 @@ def find(name: str) -> Reward:
     )
 
 
-def build(name: str) -> RewardFunction:
-    """Load the reward called `name` and give its function; ValueError where it cannot be loaded."""
+def build(name: str) -> Reward:
+    """The reward called `name`, loaded: with its function and all columns it needs; ValueError where it cannot be."""
     reward = find(name)
     if reward.function is None:
-        return user.load(name)
+        function = user.load(name)
+        return replace(reward, function=function, needs=user.needs(function))
     reward.load()
-    return reward.function
+    return reward

@@ -1,5 +1,6 @@
 """Reward functions in a user's own file, written for TRL, verl or EasyR1."""
 
+import functools
 import importlib.util
 import inspect
 import math
@@ -50,6 +51,15 @@ def load(name: str) -> Callable[..., list[float | None]]:
         )
     adapter = {"trl": _from_trl, "verl": _from_verl, "easyr1": _from_easyr1}[target.style]
     return adapter(name, function)
+
+
+def needs(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The columns without which a function that `load` gave cannot be called: what a TRL function has a parameter for,
+    without a default."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return tuple(name for name in required if name not in ("prompts", "completions"))
 
 
 def as_scores(name: str, result: Any, count: int, *, key: str | None = None) -> list[float | None]:
@@ -141,7 +151,7 @@ def _from_trl(name: str, function: Callable[..., Any]) -> Callable[..., list[flo
         result = _called(name, function, **_accepted(function, arguments))
         return as_scores(name, result, len(completions))
 
-    return grade
+    return functools.update_wrapper(grade, function, assigned=(), updated=())  # `needs` sees the user's parameters
 
 
 def _gold(columns: dict[str, list[Any]], i: int) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from ..orphans import end_with_parent
 from . import faults, wire
 from .pool import Call, Load
-from .registry import RewardFunction, build
+from .registry import Reward, build
 
 _MEMORY_EXIT = 77
 """Exit code of a worker that has reached its memory limit."""
@@ -26,7 +26,7 @@ def main(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inbox, outbox = _take_pipes()
     warnings.filterwarnings("ignore")
-    rewards: list[RewardFunction] | None = None
+    rewards: list[Reward] | None = None
     while True:
         try:
             message = wire.receive(inbox)
@@ -41,7 +41,7 @@ def main(parent: int) -> None:
             except Exception as error:
                 _reply(outbox, ("failed", str(error) if isinstance(error, ValueError) else _one_line(error)))
                 return
-            _reply(outbox, ("loaded", ""))
+            _reply(outbox, ("loaded", [reward.needs for reward in rewards]))
             continue
         for call in message:
             _reply(outbox, _answer(rewards[call.term], call))
@@ -57,7 +57,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return inbox, outbox
 
 
-def _load(load: Load) -> list[RewardFunction]:
+def _load(load: Load) -> list[Reward]:
     rewards = [build(name) for name in load.names]
     # Memory it can write to, not address space: torch with CUDA reserves hundreds of gigabytes of that and uses none.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -66,9 +66,10 @@ def _load(load: Load) -> list[RewardFunction]:
     return rewards
 
 
-def _answer(reward: RewardFunction, call: Call) -> tuple[str, Any]:
+def _answer(reward: Reward, call: Call) -> tuple[str, Any]:
+    assert reward.function is not None, "built rewards have one"
     try:
-        values = reward(call.prompts, call.completions, **call.columns)
+        values = reward.function(call.prompts, call.completions, **call.columns)
         return "values", (values, faults.take_count())
     except MemoryError:
         os._exit(_MEMORY_EXIT)
