@@ -25,9 +25,11 @@ class SlabLimits(NamedTuple):
     """Bounds the up-cast slab of the weight where there are few rows."""
 
 
-LIMITS = {"cpu": SlabLimits(1 << 19, 512, 1024), "cuda": SlabLimits(1 << 26, 8192, 32768)}
-"""2 MB of float32 logits stay in a CPU's cache, as does a slab of 1024 rows of the weight (with 4096 the GEMM was 10 to
-30 % slower; with 4 MB of logits loss and gradient of a narrow head, 5 to 20 %); 256 MB keep a GPU's GEMM busy."""
+LIMITS = {"cpu": SlabLimits(1 << 19, 512, 992), "cuda": SlabLimits(1 << 26, 8192, 32768)}
+"""2 MB of float32 logits stay in a CPU's cache, as does a slab of 992 rows of the weight (with 4096 the GEMM was 10 to
+30 % slower; with 4 MB of logits loss and gradient of a narrow head, 5 to 20 %). Rows of 1024 logits would be 4096 bytes
+apart and share few places of that cache: the product for the weight's gradient, which walks down columns, took 40 %
+longer at H = 64 and 3 % at H = 576. 256 MB keep a GPU's GEMM busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
