@@ -195,17 +195,13 @@ def _steadily(product: Callable[[Tensor, Tensor, Tensor], Tensor], a: Tensor, b:
     rows, columns = out.shape
     more = -rows % STEADY_ROWS
     if more and rows < 8 * STEADY_ROWS:
-        padded = out.new_zeros(rows + more, columns)
-        padded[:rows] = out
+        padded = torch.nn.functional.pad(out, (0, 0, 0, more))
         _steadily(product, torch.nn.functional.pad(a, (0, 0, 0, more)), b, padded)
         out.copy_(padded[:rows])
         return
     even = columns - columns % STEADY_COLUMNS
-    if even in (0, columns):
-        product(a, b, out)
-    else:
-        product(a, b[:, :even], out[:, :even])
-        product(a, b[:, even:], out[:, even:])
+    for part in (slice(even), slice(even, columns)) if 0 < even < columns else (slice(columns),):
+        product(a, b[:, part], out[:, part])
 
 
 def _sum_place(part: Tensor, dtype: torch.dtype) -> Tensor:
