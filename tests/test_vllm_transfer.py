@@ -115,6 +115,7 @@ def test_a_server_that_dies_in_the_middle_ends_the_hand_over(servers, pool) -> N
 def test_files_hold_the_weights_and_servers_are_told_where(servers, pool, tmp_path: Path) -> None:
     transfer = FolderTransfer(tmp_path, dtype=torch.bfloat16)
     folders = []
+    (tmp_path / "new").touch()
     for scale in (1, 2):
         sent = {name: weight * scale for name, weight in WEIGHTS.items()}
         assert transfer.send(sent.items(), pool, pool.servers) == pool.servers
@@ -123,6 +124,8 @@ def test_files_hold_the_weights_and_servers_are_told_where(servers, pool, tmp_pa
         folders.append(call["args"][0])
         held = {name: t for file in Path(folders[-1]).glob("*.safetensors") for name, t in load_file(file).items()}
         assert held.keys() == sent.keys()
+        modes = {file.stat().st_mode for file in (tmp_path / "new", *Path(folders[-1]).iterdir())}
+        assert len(modes) == 1, "the server may be another user's"
         for name, weight in sent.items():
             torch.testing.assert_close(held[name], weight.to(torch.bfloat16), rtol=0, atol=0)
     assert folders[0] != folders[1], "a server may have the last ones mapped"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..file_modes import open_weights
 from .request import EngineLost
 from .server_pool import Server, ServerPool
 
@@ -46,6 +47,7 @@ class FolderTransfer:
         folder.mkdir(parents=True)
         for number, shard in enumerate(_shards((name, tensor.to("cpu", self._dtype)) for name, tensor in named)):
             save_file(shard, folder / f"model-{number:05}.safetensors")
+        open_weights(folder)
         call = {"method": "take_folder", "args": [str(folder.resolve())]}
         return [s for s in servers if pool.post(s, "/collective_rpc", call, timeout=TRANSFER_TIMEOUT) is not None]
 
