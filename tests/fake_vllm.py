@@ -25,7 +25,7 @@ class FakeServer:
 
     `faults` are met by its first completions, one each: 500, half (of an answer), cut (off before one), nonsense, fewer
     (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
-    `delay` is seconds per completion.
+    The prompt that it `refuses` is answered with 400. `delay` is seconds per completion.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class FakeServer:
         self.faults, self.always, self.delay, self.dies_at = iter(faults), always, delay, dies_at
         self.posts: list[tuple[str, Any]] = []
         self.answered: list[Any] = []
+        self.refuses: list[int] = []
         self.end = threading.Event()
         self._connections: set[socket.socket] = set()
         self._http = _QuietServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
@@ -95,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         if number == self.fake.dies_at:
             return self.fake.die()
         self.fake.end.wait(self.fake.delay * body["n"])
-        fault = next(self.fake.faults, self.fake.always)
+        fault = "400" if body["prompt"] == self.fake.refuses else next(self.fake.faults, self.fake.always)
         getattr(self, f"_{fault}", self._none)(self._answer(body))
         if fault == "none":
             self.fake.answered.append(body)
