@@ -25,7 +25,8 @@ class FakeServer:
 
     `faults` are met by its first completions, one each: 500, half (of an answer), cut (off before one), nonsense, fewer
     (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
-    The prompt that it `refuses` is answered with 400. `delay` is seconds per completion.
+    The prompt that it `refuses` is answered with 400; `busy` times it does not empty its cache. `delay` is seconds per
+    completion.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class FakeServer:
         self.posts: list[tuple[str, Any]] = []
         self.answered: list[Any] = []
         self.refuses: list[int] = []
+        self.busy = 0
         self.end = threading.Event()
         self._connections: set[socket.socket] = set()
         self._http = _QuietServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
@@ -90,6 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         self.fake.posts.append((self.path, body))
+        if self.path == "/reset_prefix_cache":
+            self.fake.busy -= 1
+            return self._send({"success": self.fake.busy < 0})
         if self.path != "/v1/completions":
             return self._send({})
         number = len(self.fake.asked())
