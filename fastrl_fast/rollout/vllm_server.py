@@ -117,8 +117,8 @@ class ServerSampler:
         return fresh
 
     def _forget_prompts(self, server: Server) -> bool:
-        """Empty the cache of the old weights. vLLM does not while it works on anything, if only on what was called off a
-        moment ago."""
+        """Empty the cache of the old weights. vLLM does not while it works on anything, if only on what was called off
+        a moment ago."""
         limit = time.monotonic() + FORGET_SECONDS
         while (answer := self.pool.post(server, "/reset_prefix_cache")) is not None:
             if answer.get("success", True):

@@ -91,12 +91,11 @@ class ServersClient:
     """vLLM's VLLMWeightSyncClient for several servers: the HTTP interface of `vllm serve` 0.29 and newer, each call to
     all of them at once, whose workers are numbered through in the group of the transfer.
 
-    A call raises EngineLost as soon as one server fails; `abort` then ends the broadcast to all, which would wait for it.
+    A call raises EngineLost as soon as one server fails; `abort` then ends the broadcast to all, which would wait for
+    it.
     """
 
-    def __init__(
-        self, pool: ServerPool, servers: list[Server], workers: list[int], abort: Callable[[], None]
-    ) -> None:
+    def __init__(self, pool: ServerPool, servers: list[Server], workers: list[int], abort: Callable[[], None]) -> None:
         self._pool, self._servers, self._workers, self._abort = pool, servers, workers, abort
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
