@@ -143,12 +143,14 @@ def test_a_server_that_was_never_there(make_sampler, caplog) -> None:
         assert any("refused the connection" in record.getMessage() for record in caplog.records)
 
 
-def test_death_in_the_middle_of_a_batch(make_sampler) -> None:
+def test_death_in_the_middle_of_a_batch(make_sampler, caplog) -> None:
     with FakeServer(dies_at=3, delay=0.02) as dying, FakeServer(delay=0.02) as good:
         sampler = make_sampler(dying, good)
         check(sample(sampler), sampler)
         answered = Counter(body["seed"] for body in dying.answered + good.answered)
         assert set(answered.values()) == {1} and len(answered) == 8
+        lines = [record.getMessage() for record in caplog.records if dying.url in record.getMessage()]
+        assert lines and "what it was asked goes to the others" in lines[0]
 
 
 def test_a_slow_server_gets_less(make_sampler) -> None:
