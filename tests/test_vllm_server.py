@@ -227,8 +227,10 @@ def test_no_server_for_the_weights(make_sampler) -> None:
     assert not list(drained), "other ranks gather each tensor with this one"
 
 
-@pytest.mark.parametrize("error", [ValueError("answered 404"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("error", [ValueError("answered 404"), OSError(28, "No space left"), EngineLost("of NCCL")])
 def test_weights_that_rank_0_cannot_send_end_all_ranks(make_sampler, error: Exception) -> None:
+    """And nobody takes the servers' logprobs for the policy's meanwhile."""
+
     class Failing:
         def send(self, named, pool, servers):
             raise error
@@ -237,9 +239,10 @@ def test_weights_that_rank_0_cannot_send_end_all_ranks(make_sampler, error: Exce
         sampler = make_sampler(server)
         sampler.transfer = Failing()
         drained = iter([("a", None), ("b", None)])
-        with pytest.raises(ValueError, match=r"answered 404|weights_folder: .*No space left"):
+        with pytest.raises((ValueError, EngineLost), match=r"answered 404|weights_folder: .*No space left|of NCCL"):
             sampler.load_weights(drained)
         assert not list(drained), "other ranks gather each tensor with this one"
+        assert sampler.probe(PROMPTS) == [] and not server.posts
 
 
 def test_probes_ask_each_server_for_the_whole_distribution(make_sampler) -> None:
