@@ -28,7 +28,7 @@ class FakeServer:
     `faults` are met by its first completions, one each: 500, half (of an answer), cut (off before one), nonsense, fewer
     (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
     `delay` is seconds per completion. With `follows` what it makes up depends on the weights in the folder that it was
-    told of last. While `gate` is not set it answers no completions.
+    told of last. Requests for several completions wait while `gate` is not set.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.take_weights(body["args"][0])
         if self.path != "/v1/completions":
             return self._send({})
-        while not self.fake.gate.wait(0.02) and not self.fake.end.is_set():
+        while body["n"] > 1 and not self.fake.gate.wait(0.02) and not self.fake.end.is_set():
             pass
         number = len(self.fake.asked())
         if number == self.fake.dies_at:
