@@ -204,6 +204,8 @@ class OneAhead:
         collected = self.collector.collect(step)
         if self._interrupt.lost:
             raise EngineLost(self._interrupt.lost)
+        if self._interrupt.wrong:
+            raise self._interrupt.wrong
         collected.counts["rollout/seconds"] = time.perf_counter() - began
         return collected
 

@@ -27,8 +27,9 @@ class FakeServer:
 
     `faults` are met by its first completions, one each: 500, half (of an answer), cut (off before one), nonsense, fewer
     (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
-    `delay` is seconds per completion. With `follows` what it makes up depends on the weights in the folder that it was
-    told of last. Requests for several completions wait while `gate` is not set.
+    The prompt that it `refuses` is answered with 400; `busy` times it does not empty its cache. `delay` is seconds per
+    completion. With `follows` what it makes up depends on the weights in the folder that it was told of last. Requests
+    for several completions wait while `gate` is not set.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class FakeServer:
         self.faults, self.always, self.delay, self.dies_at = iter(faults), always, delay, dies_at
         self.posts: list[tuple[str, Any]] = []
         self.answered: list[Any] = []
+        self.refuses: list[int] = []
+        self.busy = 0
         self.end = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -109,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.fake.posts.append((self.path, body))
         if self.path == "/collective_rpc":
             self.fake.take_weights(body["args"][0])
+        if self.path == "/reset_prefix_cache":
+            self.fake.busy -= 1
+            return self._send({"success": self.fake.busy < 0})
         if self.path != "/v1/completions":
             return self._send({})
         while body["n"] > 1 and not self.fake.gate.wait(0.02) and not self.fake.end.is_set():
@@ -117,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         if number == self.fake.dies_at:
             return self.fake.die()
         self.fake.end.wait(self.fake.delay * body["n"])
-        fault = next(self.fake.faults, self.fake.always)
+        fault = "400" if body["prompt"] == self.fake.refuses else next(self.fake.faults, self.fake.always)
         getattr(self, f"_{fault}", self._none)(self._answer(body))
         if fault == "none":
             self.fake.answered.append(body)

@@ -18,9 +18,11 @@ from test_collect import PROMPTS, Data, Grader, Sampler, config, texts
 from fastrl_fast import schedule
 from fastrl_fast.accuracy import build_grader
 from fastrl_fast.budget import build_budget
+from fastrl_fast.checkpoint import complete
 from fastrl_fast.collect import Collected, Collector
 from fastrl_fast.config import (
     BudgetConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     EvalConfig,
@@ -196,6 +198,7 @@ def server() -> Iterator[FakeServer]:
 @pytest.fixture
 def make_run(process_group, server: FakeServer, tmp_path: Path) -> Iterator[Callable[..., TrainingRun]]:
     """Runs of one folder with rollouts from the server."""
+    files = {"weights": "folder", "weights_folder": str(tmp_path / "weights")}
     settings = Config(
         model=ModelConfig(path="builtin:demo"),
         data=DataConfig(path="demo:train?size=64", prompts_per_step=4),
@@ -204,7 +207,11 @@ def make_run(process_group, server: FakeServer, tmp_path: Path) -> Iterator[Call
             steps_ahead=1,
             max_completion_tokens=8,
             vllm=VllmConfig(
-                servers=[server.url], weights="folder", weights_folder=str(tmp_path / "weights"), parity="warn"
+                servers=[server.url],
+                weights="folder",
+                weights_folder=str(tmp_path / "weights"),
+                parity="warn",
+                patience=2.0,
             ),
         ),
         reward=RewardConfig(functions={f"{WORKERS / 'length_reward.py'}:length": 1.0}, workers=1),
@@ -296,6 +303,34 @@ def test_a_run_that_is_stopped_waits_for_rollouts_but_not_for_long(make_run, ser
     assert again.resume() and again.trainer.steps_done == 2 and again.parts.data.state_dict()["position"] == 2 * 4
     again.run()
     assert [m["rollout/staleness"] for m in log] == [0.0, 1.0]
+
+
+def saved(run: TrainingRun) -> list[str]:
+    run.parts.checkpointer.wait()
+    return [folder.name for folder in complete(run.parts.checkpointer.folder)]
+
+
+def test_what_servers_refuse_is_said_after_the_step_is_saved(make_run, server: FakeServer) -> None:
+    run = make_run(checkpoint=CheckpointConfig(every=1))
+    server.refuses = make_run().parts.data.next_prompts(12)[11].token_ids
+    with pytest.raises(ValueError, match=f"{server.url}/v1/completions answered 400"):
+        run.run()
+    assert saved(run)[-1] == "step_000002"
+
+
+def test_servers_that_end_while_they_sample_end_the_run_with_what_was_done(make_run, server, monkeypatch) -> None:
+    run = make_run()
+    before_update = run.trainer.schedule.before_update
+
+    def dying(step: int) -> None:
+        if step == 1:
+            server.dies_at = len(server.asked()) + 4  # after two probes and one prompt
+        before_update(step)
+
+    monkeypatch.setattr(run.trainer.schedule, "before_update", dying)
+    with pytest.raises(Interrupted, match="none of 1 vLLM servers answered"):
+        run.run()
+    assert saved(run) == ["step_000002"] and run.parts.data.state_dict()["position"] == 2 * 4
 
 
 def test_ranks_stop_resume_and_fail_together(tmp_path: Path) -> None:

@@ -200,6 +200,21 @@ def test_a_server_that_was_restarted_waits_for_the_weights(make_sampler, caplog)
         assert again.asked() and again.asked("/reset_prefix_cache") and good.asked("/reset_prefix_cache")
 
 
+def test_a_cache_of_the_old_weights_is_emptied_or_its_server_left_out(make_sampler, caplog, monkeypatch) -> None:
+    with FakeServer() as one, FakeServer() as two:
+        sampler = make_sampler(one, two)
+        one.busy = 2
+        sampler.load_weights([])
+        assert len(one.asked("/reset_prefix_cache")) == 3 and all(s.serving for s in sampler.pool.servers)
+        monkeypatch.setattr("fastrl_fast.rollout.vllm_server.FORGET_SECONDS", 0.0)
+        two.busy = 10**6
+        sampler.load_weights([])
+        assert [server.serving for server in sampler.pool.servers] == [True, False]
+        assert [two.url in record.getMessage() for record in caplog.records] == [True]
+        check(sample(sampler), sampler)
+        assert not two.asked()
+
+
 def test_no_server_for_the_weights(make_sampler) -> None:
     server = FakeServer()
     sampler = make_sampler(server, patience=0.5)
