@@ -127,7 +127,7 @@ class TrainingRun:
         self.accuracy_before, self.accuracy_after = state["accuracy_before"], state["accuracy"]
         self.unlogged = state["unlogged"]
         if state["ahead"] and self.parts.data.state_dict() == state["data"]:
-            self.trainer.schedule.load_state(state["ahead"], state["rollouts"])
+            self.trainer.schedule.load_state(state["ahead"], self.parts.checkpointer.rollouts)
         self.trainer.sync_sampler()
         self.clock.take()
         return True

@@ -42,6 +42,8 @@ class Checkpointer:
         self.keep_best = keep_best
         # The thread that writes must not meet the main thread's collectives.
         self._group = distributed.side_group()
+        self.rollouts: list[dict[str, Tensor]] = []
+        """Of the checkpoint that was loaded, those of the ranks that this one looks after."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -91,9 +93,8 @@ class Checkpointer:
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Restore the newest readable checkpoint and return its state, or None where there is none; all ranks together.
 
-        `rollouts` in the state are those of the ranks that this one looks after, one dictionary each. An unreadable
-        checkpoint is left where it is, with a warning, and the one before it is tried, by all ranks alike. The number
-        of ranks may differ from that of the save. Raises ValueError when there are checkpoints and none can be
+        An unreadable one is left where it is, with a warning, and the one before it is tried, by all ranks alike. The
+        number of ranks may differ from that of the save. Raises ValueError when there are checkpoints and none can be
         read, or the newest is of another format.
         """
         candidates = distributed.broadcast_object(complete(self.folder))
@@ -102,12 +103,12 @@ class Checkpointer:
             record = distributed.broadcast_object(_read_record(folder) if distributed.rank() == 0 else {})
             _check_format(folder, record)
             try:
-                rollouts = distributed.together(partial(_load, folder, record, model, optimizer))
+                self.rollouts = distributed.together(partial(_load, folder, record, model, optimizer))
             except ValueError as error:
                 reason = str(error)
                 warnings.warn(f"checkpoint {folder} cannot be read: {reason}", stacklevel=2)
                 continue
-            return record["state"] | {"rollouts": rollouts}
+            return record["state"]
         if candidates:
             raise ValueError(
                 f"run_dir: none of the {len(candidates)} checkpoints in {self.folder} can be read (oldest: {reason})"
