@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fake_vllm import FakeServer
 
-from fastrl_fast import cli
+from fastrl_fast import cli, evaluate
 from fastrl_fast.builtin import resolve_model
 from fastrl_fast.checkpoint import complete
 from fastrl_fast.data import PromptData
@@ -62,6 +62,21 @@ def test_all_servers_gone_ends_with_a_checkpoint_and_code_3(tmp_path: Path) -> N
         again = subprocess.run(arguments, timeout=300, **pipes)
     assert again.returncode == 0, again.stdout
     assert [m["step"] for m in steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_hands_the_weights_over_first(tmp_path: Path, monkeypatch, capsys) -> None:
+    """A server may have those of another run; one that is gone is one line and code 3."""
+    with FakeServer() as server:
+        monkeypatch.setattr(sys, "argv", ["evaluate", *command(tmp_path, [server])[2:-1], "--rollout.vllm.patience=1"])
+        assert evaluate.main() == 0
+        paths = [path for path, _ in server.posts]
+        assert paths == ["/collective_rpc", "/reset_prefix_cache", *["/v1/completions"] * 4]
+        assert 0.0 <= json.loads(capsys.readouterr().out)["avg@1"] <= 1.0
+    with FakeServer(dies_at=2) as server:
+        servers = f"--rollout.vllm.servers=[{server.url}]"
+        monkeypatch.setattr(sys, "argv", [*sys.argv, servers])
+        assert evaluate.main() == 3
+        assert capsys.readouterr().err == "error: none of 1 vLLM servers answered for 1 s\n"
 
 
 @pytest.mark.slow

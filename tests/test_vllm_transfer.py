@@ -13,9 +13,14 @@ import torch
 from fake_vllm import FakeServer, _Handler
 from safetensors.torch import load_file
 
+from fastrl_fast.builtin import resolve_model
+from fastrl_fast.config import ModelConfig, RolloutConfig
+from fastrl_fast.model import build_policy, full_weights, load_tokenizer
 from fastrl_fast.rollout import EngineLost
 from fastrl_fast.rollout.server_pool import ServerPool
+from fastrl_fast.rollout.vllm_server import build_servers
 from fastrl_fast.rollout.weight_transfer import FolderTransfer, Meta, NcclTransfer
+from fastrl_fast.rollout_config import VllmConfig
 
 WEIGHTS = {"embed": torch.arange(6.0).reshape(2, 3), "norm": torch.tensor([0.25, 1.5])}
 METADATA = [Meta(name, torch.bfloat16, tuple(weight.shape)) for name, weight in WEIGHTS.items()]
@@ -79,6 +84,19 @@ def test_nccl_numbers_all_workers_and_sends_what_it_announced(servers, pool) -> 
         torch.testing.assert_close(tensor, WEIGHTS[name].to(torch.bfloat16), rtol=0, atol=0)
     transfer.send(WEIGHTS.items(), pool, pool.servers)
     assert [path for path, _ in servers[0].posts] == CALLS + CALLS[1:], "the group is made once"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_announced_is_what_the_policy_sends(servers, make_lm, tied: bool) -> None:
+    lm = make_lm(tie_word_embeddings=tied, dtype=torch.float32)
+    config = RolloutConfig(engine="vllm_server", vllm=VllmConfig(servers=[server.url for server in servers]))
+    tokenizer = load_tokenizer(resolve_model("builtin:demo"), ModelConfig(path="none"))
+    sampler = build_servers(lm, tokenizer, config, dtype=torch.bfloat16, barred=[])
+    metadata = sampler.transfer._weights.metadata()  # type: ignore[attr-defined]
+    sent = full_weights(build_policy(lm, ModelConfig(path="none", activation_checkpointing=True), temperature=1.0))
+    assert [(name, torch.bfloat16, tuple(weight.shape)) for name, weight in sent] == metadata
+    assert ("lm_head.weight" in [meta.name for meta in metadata]) is not tied
+    sampler.close()
 
 
 def test_other_servers_than_before_make_a_new_group(servers, pool) -> None:

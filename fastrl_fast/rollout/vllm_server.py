@@ -104,9 +104,9 @@ class ServerSampler:
         for _ in weights:  # to gather one is a matter of all ranks
             pass
         taken, problem = distributed.broadcast_object((taken, problem))
+        self.pool.mark_current(taken)
         if problem:
             raise problem
-        self.pool.mark_current(taken)
 
     def _hand_over(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Return the URLs of the servers that have the weights and nothing cached of the old ones."""
