@@ -51,6 +51,9 @@ class FakeServer:
         self.gate = threading.Event()
         self.gate.set()
         self.follows, self.weights = follows, 0
+        self.at_gate: set[int] = set()
+        self.at_gate_when_handed: list[int] = []
+        """How many requests waited whenever weights came."""
         self._connections: set[socket.socket] = set()
         self._http = _QuietServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -61,6 +64,7 @@ class FakeServer:
         return [body for at, body in self.posts if at == path]
 
     def take_weights(self, folder: str) -> None:
+        self.at_gate_when_handed.append(len(self.at_gate))
         if self.follows:
             files = sorted(Path(folder).glob("*.safetensors"))
             self.weights = zlib.crc32(b"".join(file.read_bytes() for file in files))
@@ -117,8 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send({"success": self.fake.busy < 0})
         if self.path != "/v1/completions":
             return self._send({})
+        self.fake.at_gate.add(id(body))
         while body["n"] > 1 and not self.fake.gate.wait(0.02) and not self.fake.end.is_set():
             pass
+        self.fake.at_gate.discard(id(body))
         number = len(self.fake.asked())
         if number == self.fake.dies_at:
             return self.fake.die()

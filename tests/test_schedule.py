@@ -240,6 +240,9 @@ def test_each_step_trains_on_rollouts_of_the_policy_one_step_ago(make_run, serve
 
     def watched_update(trainer: Trainer, updates: list) -> object:
         asked = len(server.answered)
+        if trainer.steps_done == 2:  # an evaluation comes, which has to wait for them
+            threading.Timer(0.5, server.gate.set).start()
+            return update(trainer, updates)
         server.gate.set()
         if trainer.steps_done + 1 < STEPS:
             while len(server.answered) < asked + 4:
@@ -262,6 +265,7 @@ def test_each_step_trains_on_rollouts_of_the_policy_one_step_ago(make_run, serve
             evaluated.append(handed)
     assert [{sampled[tuple(prompt)] for prompt in step} for step in steps] == [{1}, {1}, {2}, {3}]
     assert len(sampled) == 4 * STEPS, "none are sampled for a step that does not come"
+    assert server.at_gate_when_handed == [0] * 5, "no weights while anything is on its way"
     assert handed == 5, "before the first step, three times before an update, and before the last evaluation"
 
 
@@ -289,12 +293,11 @@ def test_a_run_that_is_stopped_waits_for_rollouts_but_not_for_long(make_run, ser
     with pytest.raises(Interrupted, match="SIGTERM"):
         run.run()
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
-    assert run.parts.data.state_dict()["position"] == 2 * 4
     server.gate.set()
     monkeypatch.setattr(Trainer, "update", update)
     again, log = make_run(), []
     monkeypatch.setattr(again, "_log", log.append)
-    assert again.resume() and again.trainer.steps_done == 2 and again.parts.data.state_dict()["position"] == 2 * 4
+    assert_goes_on_after_two_steps(again)
     again.run()
     assert [m["rollout/staleness"] for m in log] == [0.0, 1.0]
 
@@ -304,12 +307,19 @@ def saved(run: TrainingRun) -> list[str]:
     return [folder.name for folder in complete(run.parts.checkpointer.folder)]
 
 
+def assert_goes_on_after_two_steps(again: TrainingRun) -> None:
+    """Without rollouts of the third: what was there of them was cut short."""
+    assert again.resume() and again.trainer.steps_done == 2
+    assert again.trainer.schedule.state() == (None, {}) and again.parts.data.state_dict()["position"] == 2 * 4
+
+
 def test_what_servers_refuse_is_said_after_the_step_is_saved(make_run, server: FakeServer) -> None:
     run = make_run(checkpoint=CheckpointConfig(every=1))
     server.refuses = make_run().parts.data.next_prompts(12)[11].token_ids
     with pytest.raises(ValueError, match=f"{server.url}/v1/completions answered 400"):
         run.run()
     assert saved(run)[-1] == "step_000002"
+    assert_goes_on_after_two_steps(make_run())
 
 
 def test_servers_that_end_while_they_sample_end_the_run_with_what_was_done(make_run, server, monkeypatch) -> None:
@@ -324,7 +334,9 @@ def test_servers_that_end_while_they_sample_end_the_run_with_what_was_done(make_
     monkeypatch.setattr(run.trainer.schedule, "before_update", dying)
     with pytest.raises(Interrupted, match="none of 1 vLLM servers answered"):
         run.run()
-    assert saved(run) == ["step_000002"] and run.parts.data.state_dict()["position"] == 2 * 4
+    assert saved(run) == ["step_000002"]
+    with FakeServer(port=server.port):
+        assert_goes_on_after_two_steps(make_run())
 
 
 def test_ranks_stop_resume_and_fail_together(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Watched(Trainer):
             self.schedule.collector.budget.extend = self.broken  # type: ignore[method-assign]
 
     def broken(self, groups: list[Group]) -> list[int]:
-        if self.steps_done == 1:
+        if self.steps_done >= 1:
             raise RuntimeError("broken on purpose")
         return [0] * len(groups)
 
