@@ -103,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.fake._connections.add(self.connection)
+        if self.fake.end.is_set():  # it was accepted while the others were broken off
+            _break_off(self.connection)
 
     def log_message(self, *unused: object) -> None:
         pass
