@@ -63,13 +63,14 @@ class Schedule(Protocol):
 
 
 class InTurn:
-    """A step's rollouts are sampled when it begins, from the policy as it is then; `sync` hands its weights over."""
+    """A step's rollouts are sampled when it begins, from the policy as it is then; `refresh` hands its weights over
+    unless the sampler has them."""
 
     def __init__(
-        self, collector: Collector, data: PromptData, interrupt: Interrupt, *, sync: Callable[[], None]
+        self, collector: Collector, data: PromptData, interrupt: Interrupt, *, refresh: Callable[[], None]
     ) -> None:
         self.collector = collector
-        self._data, self._interrupt, self._sync = data, interrupt, sync
+        self._data, self._interrupt, self._refresh = data, interrupt, refresh
 
     def take(self, step: int) -> Collected:
         before = self._data.state_dict()
@@ -88,7 +89,7 @@ class InTurn:
     def before_update(self, step: int) -> None: ...
 
     def after_update(self) -> None:
-        self._sync()
+        self._refresh()
 
     def before_evaluation(self) -> None: ...
 

@@ -113,7 +113,7 @@ class Trainer:
 
         if config.rollout.steps_ahead == 0:
             own = collector(self.interrupt.cut_short, self.clock)
-            return InTurn(own, parts.data, self.interrupt, sync=lambda: self.sync_sampler())
+            return InTurn(own, parts.data, self.interrupt, refresh=self.refresh_sampler)
         recall = Recall()
         return OneAhead(
             collector(recall.cut_short, Clock(), distributed.side_group()),

@@ -66,7 +66,7 @@ def make_schedule(settings: Config, *, ahead: bool, steps: int = 9, grader: obje
     data, clock = CursorData(), Clock()
     collector = Collector(settings, data, Sampler(), grader or Grader(), build_budget(settings, prompts=5), clock)
     if not ahead:
-        return InTurn(collector, data, Interrupt(), sync=lambda: None)
+        return InTurn(collector, data, Interrupt(), refresh=lambda: None)
     ready = {"recall": Recall(), "refresh": lambda: None, "clock": Clock(), "total_steps": steps}
     return OneAhead(collector, data, Interrupt(), **ready)
 
