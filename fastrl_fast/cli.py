@@ -17,7 +17,7 @@ import jsonargparse
 import yaml
 
 from .config import Config
-from .foreign_names import translate
+from .foreign_names import VALUES, translate
 
 DEFAULT_RECIPE = "demo"
 DRY_RUN = "--dry_run"
@@ -178,7 +178,9 @@ def _one_line(error: Exception) -> str:
     field, value = re.search(r'key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)", text)
     if field is None or value is None or field[1] not in (keys := known_keys()):
         return text
-    return f"{field[1]} must be {_rule(keys[field[1]])}, got {value[1]}"
+    here = VALUES.get((field[1], value[1]))
+    hint = f"; it is called {here!r} here" if here else ""
+    return f"{field[1]} must be {_rule(keys[field[1]])}, got {value[1]}{hint}"
 
 
 def _rule(kind: Any) -> str:

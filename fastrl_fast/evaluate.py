@@ -41,7 +41,7 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
     """Measure the run's newest weights, or the config's model. Raises ValueError where no held-out data is
     configured."""
     if config.eval.path is None:
-        raise ValueError("eval.path must name held-out data, got None")
+        raise ValueError("eval.path must name held-out data, got None: give --eval.path FILE")
     path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(path, config.model)
     images = load_images(path, tokenizer, config.model, config.data)

@@ -18,7 +18,7 @@ from .builtin import resolve_model
 from .checkpoint import Checkpointer
 from .config import Config
 from .data import PromptData
-from .grading import grading_columns
+from .grading import empty_columns
 from .interrupt import Interrupted
 from .metrics import RunLog, check_trackers
 from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
@@ -27,7 +27,7 @@ from .rewards import Grader
 from .rollout import EngineSampler, Sampler, build_engine, build_sampler
 from .trainer import Parts, Trainer
 from .training_run import TrainingRun
-from .types import Group, ImageReader, Prompt, Rollout
+from .types import ImageReader, Prompt
 from .vision import barred_tokens, load_images
 
 
@@ -101,9 +101,7 @@ def load_inputs(config: Config, grader: Grader) -> Inputs:
 def _check_columns(grader: Grader, prompts: list[Prompt]) -> None:
     """Raise ValueError for a column that a reward needs and no row of the data has: grading nothing finds out."""
     if prompts:
-        known = {name for prompt in prompts for name in prompt.columns}
-        _, _, columns = grading_columns([Group(prompts[0], [Rollout([], [], "stop")])], known)
-        grader.grade([], [], {name: [] for name in columns})
+        grader.grade([], [], empty_columns(prompts))
 
 
 def build_parts(

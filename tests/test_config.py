@@ -317,6 +317,14 @@ def test_every_translation_is_a_setting():
         assert not set(table) & settings
 
 
+@pytest.mark.parametrize(("setting", "value"), foreign_names.VALUES)
+def test_a_value_of_another_trainer_is_answered_with_ours(setting, value):
+    here = foreign_names.VALUES[setting, value]
+    assert mistake(f"--{setting}", value).endswith(f", got {value}; it is called {here!r} here")
+    section, name = setting.split(".")
+    assert getattr(getattr(parse(f"--{setting}", here), section), name) == here
+
+
 def test_sections_want_a_mapping(file):
     assert "'loss' is a section" in mistake("--config", file(BASE + "loss: 3\n"))
     assert "'loss' is a section" in mistake("--config", file(BASE + "loss:\n"))
