@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterable
@@ -212,6 +213,14 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost.f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
+def _tell_torchrun(text: str) -> None:
+    """Have torchrun's own report, under which the line would be lost, end with it: the file that it names to a rank is
+    where it looks for what failed (torch.distributed.elastic.multiprocessing.errors)."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        failure = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": failure}), encoding="utf-8")
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Call `main` and exit with its code.
 
@@ -225,6 +234,7 @@ def run(main: Callable[[], int]) -> NoReturn:
             raise
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(f"error: {error}")
         code = 2
     except KeyboardInterrupt:
         code = 130

@@ -201,7 +201,7 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
         ["TFLOP per step", f"at most {_flops(plan)}"],
         ["method", f"prune {config.prune.method}, loss {config.loss.kind}, advantage {config.advantage.preset}"],
         ["updates per step", _updates(config)],
-        ["rewards", ", ".join(f"{term.weight:g} {term.name}" for term in config.reward.terms)],
+        ["rewards", ", ".join(f"{term.weight:g} x {term.name}" for term in config.reward.terms)],
         ["checkpoints", f"{12 * size.parameters / 2**30:.3g} GiB each (12 P), {config.checkpoint.keep} are kept"],
         ["run folder", config.run_dir or f"runs/{recipe}-HASH"],
     ]

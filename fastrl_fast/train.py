@@ -1,6 +1,7 @@
 """`torchrun -m fastrl_fast.train [--config NAME_OR_FILE] [--section.field VALUE ...]`: train a model with group-based
 RL."""
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,7 +204,10 @@ def _finish(training: TrainingRun, folder: Path, log: RunLog) -> None:
     run_folder.write_summary(folder, summary)
     for name in (name for name in before if name in after and name != "ungraded"):
         log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
-    log.say(f"run folder: {folder}")
+    named = shlex.quote(str(folder))
+    log.say(f"wrote {named}: {', '.join(name for name in run_folder.OWN if (folder / name).exists())}")
+    log.say(f"next: python -m fastrl_fast.report {named}")
+    log.say(f"      python -m fastrl_fast.export {named} OUT_FOLDER")
 
 
 if __name__ == "__main__":

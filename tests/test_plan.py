@@ -104,6 +104,18 @@ def test_prompts_are_shown_as_the_model_gets_them() -> None:
     assert made.first == plan.PromptData(config.data, made.tokenizer, seed=0).next_prompts(4)
 
 
+def test_the_answer_has_the_name_that_it_has_in_the_data(tmp_path: Path, monkeypatch, capsys) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Name the first number of 1, 2:", "result": 1}\n' * 4)
+    fair = tmp_path / "mine.py"
+    fair.write_text("def fair(completions, **columns):\n    return [1.0] * len(completions)\n")
+    args = [f"--data.path={path}", "--data.prompts_per_step=4", f"--reward.functions={{'{fair}:fair': 1.0}}"]
+    assert dry(monkeypatch, *args, "--eval.path=null", "--data.answer_column=result") == 0
+    assert " tokens, result '1':" in capsys.readouterr().out
+    assert dry(monkeypatch, *args, "--eval.path=null") == 0
+    assert " tokens:" in capsys.readouterr().out
+
+
 def test_a_dry_run_finds_what_the_run_would_stumble_over(nothing_starts: Path, monkeypatch, capsys) -> None:
     def line(*args: str) -> str:
         small = ("--data.path=demo:train?size=64", "--eval.path=demo:heldout?size=16")
@@ -128,6 +140,7 @@ def test_a_dry_run_finds_what_the_run_would_stumble_over(nothing_starts: Path, m
     assert "model.path" in line("--model.path=no/such/folder")
     assert "data.path" in line("--data.path=missing.jsonl")
     assert "data.prompts_per_step" in line("--data.prompts_per_step=100000")
+    assert "steps of this run, 1 to 4" in line("--max_steps=4", "--log.profile_steps=[5]")
     assert (
         dry(monkeypatch, f"--reward.functions={{'{mine}:fair': 1.0}}", f"--data.path={rows}", "--eval.path=null") == 0
     )

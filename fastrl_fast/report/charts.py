@@ -111,7 +111,7 @@ CHARTS = (
         _one("prune/fidelity"),
     ),
     Chart("entropy", "Entropy", "Of the policy, per trained token, in nats.", _one("policy/entropy")),
-    Chart("kl", "KL to the reference", "Per trained token, as the loss estimates it.", _one("policy/kl")),
+    Chart("kl", "KL to the reference", "Per trained token, as the loss estimates it, in nats.", _one("policy/kl")),
     Chart(
         "clipped",
         "Clipped tokens",
@@ -122,7 +122,7 @@ CHARTS = (
     Chart(
         "sampler_gap",
         "Sampler gap",
-        "Mean |logprob - rollout_logprob|; after a step's first update not 0 by right.",
+        "Mean |logprob - rollout_logprob| of a token in nats; after a step's first update not 0 by right.",
         _one("policy/sampler_gap"),
     ),
     Chart(
