@@ -21,6 +21,7 @@ from .config import Config
 from .foreign_names import VALUES, translate
 
 DEFAULT_RECIPE = "demo"
+CONFIG_HELP = f"A recipe or a YAML file, by default {DEFAULT_RECIPE}; of several the later ones count."
 DRY_RUN = "--dry_run"
 """Of train alone: no setting of a run, as it makes none."""
 
@@ -111,8 +112,9 @@ def _check_file(path: Path) -> None:
 
 def _parser(prog: str, about: str) -> jsonargparse.ArgumentParser:
     text = f"{about}Recipes: {', '.join(recipe_names())}."
-    parser = jsonargparse.ArgumentParser(prog=prog, description=text, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="A recipe or a YAML file; may be given several times.")
+    usage = f"{prog} [--config RECIPE_OR_FILE] [--SECTION.SETTING VALUE ...]"
+    parser = jsonargparse.ArgumentParser(prog=prog, usage=usage, description=text, exit_on_error=False)
+    parser.add_argument("--config", action="config", help=CONFIG_HELP)
     parser.add_class_arguments(Config, None)
     return parser
 
@@ -238,4 +240,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     sys.exit(code)

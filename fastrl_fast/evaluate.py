@@ -26,7 +26,8 @@ def main() -> int:
     if run is not None:
         run_folder.load_settings(run)
         argv = ["--config", str(run / run_folder.CONFIG_FILE), *argv]
-    config, _ = cli.parse(argv, prog="fastrl_fast.evaluate")
+    about = "With RUN_DIR its settings, and the weights of its newest checkpoint; the held-out data is eval.path. "
+    config, _ = cli.parse(argv, prog="fastrl_fast.evaluate [RUN_DIR]", about=about)
     device = distributed.start()
     try:
         result = evaluate(config, run, device)

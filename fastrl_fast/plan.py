@@ -43,7 +43,7 @@ FORMULAS = {
     ),
     "images": ("images", "4 x values of a step's patches; what the trained tower keeps of a micro-batch's"),
     "head": ("the loss", "8 H T, the gradients of head and embedding, one chunk of logits"),
-    "cache": ("keys and values", "2 L K b rollout.tokens_per_batch"),
+    "cache": ("keys and values", "2 L K b rollout.tokens_per_batch, or the tokens of all rollouts where they are less"),
     "total": ("at most", "all but the smaller of the update's part and keys and values"),
 }
 """Fields of memory.Memory in words, and as memory.estimate_memory computes them."""
@@ -121,9 +121,18 @@ class Plan:
             several_microbatches=several,
             device=device,
             tokens=self.microbatch_tokens,
+            decoded=self._decoded_tokens(ranks),
             patches=patches,
             step_patches=step_patches / ranks,
         )
+
+    def _decoded_tokens(self, ranks: int) -> float:
+        """What the rollouts of a rank, or its held-out ones, have when all are complete, each padded to the longest."""
+        if self.config.budget.filter:
+            return math.inf  # for prompts that were filtered out others are drawn, more than are missing
+        rollouts = max(self.rollouts, self.held_out * self.config.eval.samples)
+        longest = max(len(prompt.token_ids) for prompt in self.prompts)
+        return math.ceil(rollouts / ranks) * (longest + self.config.rollout.max_completion_tokens)
 
     def _patches(self, prompt_tokens: float) -> tuple[float, float]:
         """Patches of a full micro-batch, at least those of the largest prompt, and of all micro-batches of a step."""
@@ -202,6 +211,7 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
         ["method", f"prune {config.prune.method}, loss {config.loss.kind}, advantage {config.advantage.preset}"],
         ["updates per step", _updates(config)],
         ["rewards", ", ".join(f"{term.weight:g} x {term.name}" for term in config.reward.terms)],
+        ["columns for the rewards", _columns(plan)],
         ["checkpoints", f"{12 * size.parameters / 2**30:.3g} GiB each (12 P), {config.checkpoint.keep} are kept"],
         ["run folder", config.run_dir or f"runs/{recipe}-HASH"],
     ]
@@ -210,6 +220,13 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
         what = f"{plan.held_out} prompts x {config.eval.samples}, before and after{often}"
         lines.insert([name for name, _ in lines].index("steps"), ["held out", f"{config.eval.path}: {what}"])
     return lines
+
+
+def _columns(plan: Plan) -> str:
+    renamed = (
+        {"answer": f"answer (the data's {plan.answer_column})"} if plan.answer_column not in ("answer", None) else {}
+    )
+    return ", ".join(renamed.get(name, name) for name in empty_columns(plan.prompts))
 
 
 def _images(plan: Plan) -> list[list[str]]:

@@ -56,6 +56,20 @@ def test_mistakes_are_one_line(monkeypatch, capsys) -> None:
     assert "pip install 'fastrl_fast[completion]'" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_seen_enough_is_no_traceback() -> None:
+    command = [sys.executable, "-c", "from fastrl_fast import cli; cli.run(lambda: print('x' * 10**6) or 0)"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(3) == b"xxx"
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_the_doctor_has_a_help_too(monkeypatch, capsys) -> None:
+    assert run(monkeypatch, "doctor", "--help") == 0
+    assert "exit code 1" in capsys.readouterr().out
+
+
 def test_ctrl_c_ends_any_command_without_a_traceback(monkeypatch, capsys) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt

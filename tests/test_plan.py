@@ -111,7 +111,10 @@ def test_the_answer_has_the_name_that_it_has_in_the_data(tmp_path: Path, monkeyp
     fair.write_text("def fair(completions, **columns):\n    return [1.0] * len(completions)\n")
     args = [f"--data.path={path}", "--data.prompts_per_step=4", f"--reward.functions={{'{fair}:fair': 1.0}}"]
     assert dry(monkeypatch, *args, "--eval.path=null", "--data.answer_column=result") == 0
-    assert " tokens, result '1':" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert " tokens, result '1':" in out
+    given = "answer (the data's result), completion_ids, finish_reason, result"
+    assert dict(map(_row, out.splitlines()))["columns for the rewards"] == given
     assert dry(monkeypatch, *args, "--eval.path=null") == 0
     assert " tokens:" in capsys.readouterr().out
 
@@ -200,6 +203,20 @@ def test_a_micro_batch_has_no_more_tokens_than_a_step() -> None:
     assert made.memory(1).activations * 50 == full.memory(1).activations * made.microbatch_tokens
     more = apart.microbatch_tokens - made.microbatch_tokens
     assert apart.memory(1).head - made.memory(1).head == 2 * 4 * made.size.hidden * more
+
+
+def test_the_cache_has_room_for_no_more_than_is_sampled() -> None:
+    """16 rollouts, or more held-out ones, over the ranks."""
+    made = _with()
+    longest = max(len(prompt.token_ids) for prompt in made.prompts)
+    assert made.memory(1).cache == made.memory(4).cache * 4
+    token = made.memory(1).cache / (16 * (longest + 24))
+    sampler = RolloutConfig(max_completion_tokens=24, tokens_per_batch=100)
+    assert _with(rollout=sampler).memory(1).cache == 100 * token
+    held_out = _with(eval=EvalConfig(path="demo:heldout?size=16", samples=2))
+    assert held_out.memory(1).cache == 32 * (longest + 24) * token
+    filtered = _with(budget=BudgetConfig(group_size=4, filter=True))
+    assert filtered.memory(1).cache == SMALL.rollout.tokens_per_batch * token
 
 
 def test_the_formulas_name_every_part() -> None:

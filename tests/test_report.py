@@ -121,7 +121,9 @@ def test_the_page_has_the_numbers_of_the_run(finished: Path, tmp_path: Path, one
     assert float(page.row("reward, start")[0]) == pytest.approx(sum(s["reward/mean"] for s in steps[:2]) / 2)
     assert float(page.row("reward, end")[0]) == pytest.approx(sum(s["reward/mean"] for s in steps[2:]) / 2)
     assert float(page.row("held-out pass@4, latest")[0]) == steps[-1]["eval/pass@4"]
-    assert float(page.row("KL to the reference in nats")[0]) == pytest.approx(sum(s["policy/kl"] for s in steps) / STEPS)
+    assert float(page.row("KL to the reference in nats")[0]) == pytest.approx(
+        sum(s["policy/kl"] for s in steps) / STEPS
+    )
     dead, count = (sum(s[name] for s in steps) for name in ("groups/dead", "groups/count"))
     assert float(page.row("dead groups")[0]) == pytest.approx(dead / count)
     assert f"finished after {STEPS} steps" in page.text

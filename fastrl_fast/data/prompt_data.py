@@ -28,11 +28,10 @@ class PromptData:
     """The prompts of a data set, and a cursor that hands out each of them once per epoch.
 
     A row's question becomes `token_ids`, its answer the text `columns["answer"]`, the rest `columns` as they are.
-    Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`; `answer_column` is the answer's
-    name in the data, None where it has none. The order of an epoch is a
-    function of (seed, epoch). `section` names the settings in messages: "data" or "eval". `images` is the model's
-    reader, without which no row may have an image. Raises ValueError for what is wrong with the data, naming the row
-    and the column.
+    Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`. `answer_column` is the name of
+    the answer in the data, None without one. The order of an epoch is a function of (seed, epoch). `section` names the
+    settings in messages: "data" or "eval". `images` is the model's reader, without which no row may have an image.
+    Raises ValueError for what is wrong with the data, naming the row and the column.
     """
 
     def __init__(
