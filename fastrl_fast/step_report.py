@@ -114,6 +114,7 @@ def rollout_records(groups: list[Group], step: int) -> list[dict[str, Any]]:
             "step": step,
             "prompt_id": group.prompt.id,
             "prompt": group.prompt.text,
+            "answer": group.prompt.columns.get("answer"),
             "completion": rollout.text,
             "tokens": len(rollout.completion_ids),
             "finish_reason": rollout.finish_reason,

@@ -216,7 +216,7 @@ def rollout(tokens: int, rewards: tuple, reward: float, drop_reason: str = "", f
 def groups() -> list[Group]:
     return [
         Group(
-            Prompt("a", [1, 2, 3], "ask", {}),
+            Prompt("a", [1, 2, 3], "ask", {"answer": "42"}),
             [
                 rollout(4, (1.0, 1.0), 1.5),
                 rollout(2, (0.0, 1.0), 0.5, SIMILAR),
@@ -303,6 +303,7 @@ def test_records_tell_the_fate_of_every_rollout(groups):
         "step": 3,
         "prompt_id": "a",
         "prompt": "ask",
+        "answer": "42",
         "completion": "ttt",
         "tokens": 3,
         "finish_reason": "length",

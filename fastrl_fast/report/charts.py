@@ -202,7 +202,8 @@ def _axes(axis: Any, chart: Chart) -> None:
     axis.margins(x=0.01)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if chart.unit == "%":
-        axis.set_ylim(bottom=0, top=max(axis.get_ylim()[1], 0.01))
+        top = max(axis.get_ylim()[1], 0.01)
+        axis.set_ylim(bottom=-top / 50, top=top)  # a line of zeros is seen above the axis
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     elif chart.unit:
         axis.yaxis.set_major_formatter(EngFormatter(chart.unit))
