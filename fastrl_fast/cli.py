@@ -5,6 +5,7 @@ import difflib
 import json
 import os
 import re
+import select
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from .foreign_names import VALUES, translate
 
 DEFAULT_RECIPE = "demo"
 CONFIG_HELP = f"A recipe or a YAML file, by default {DEFAULT_RECIPE}; of several the later ones count."
+STDOUT = 1
 DRY_RUN = "--dry_run"
 """Of train alone: no setting of a run, as it makes none."""
 
@@ -223,6 +225,13 @@ def _tell_torchrun(text: str) -> None:
         Path(path).write_text(json.dumps({"message": failure}), encoding="utf-8")
 
 
+def _reader_left() -> bool:
+    """Whether it is the standard output that is read no longer, as by `head`, and not a pipe of somebody else's."""
+    watched = select.poll()
+    watched.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Call `main` and exit with its code.
 
@@ -240,7 +249,9 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = 2
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the reader, `head` say, has seen enough; what is still buffered has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still buffered
         code = 141
     sys.exit(code)

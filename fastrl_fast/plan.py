@@ -63,7 +63,7 @@ class Plan:
     answer_column: str | None
     """Column of the data that rewards get as `answer`."""
     dropped: int
-    held_out: int
+    held_out: list[Prompt]
 
     @classmethod
     def read(cls, config: Config) -> "Plan":
@@ -77,7 +77,7 @@ class Plan:
         for checked in (prompts, held_out):
             _check_rewards(config, checked)
         size = _model_size(path, config)
-        return cls(config, size, tokenizer, prompts, first, data.answer_column, data.dropped_overlong, len(held_out))
+        return cls(config, size, tokenizer, prompts, first, data.answer_column, data.dropped_overlong, held_out)
 
     @property
     def steps(self) -> int:
@@ -130,8 +130,8 @@ class Plan:
         """What the rollouts of a rank, or its held-out ones, have when all are complete, each padded to the longest."""
         if self.config.budget.filter:
             return math.inf  # for prompts that were filtered out others are drawn, more than are missing
-        rollouts = max(self.rollouts, self.held_out * self.config.eval.samples)
-        longest = max(len(prompt.token_ids) for prompt in self.prompts)
+        rollouts = max(self.rollouts, len(self.held_out) * self.config.eval.samples)
+        longest = max(len(prompt.token_ids) for prompt in (*self.prompts, *self.held_out))
         return math.ceil(rollouts / ranks) * (longest + self.config.rollout.max_completion_tokens)
 
     def _patches(self, prompt_tokens: float) -> tuple[float, float]:
@@ -217,16 +217,14 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
     ]
     if plan.held_out:
         often = f", every {config.eval.every} steps" if config.eval.every else ""
-        what = f"{plan.held_out} prompts x {config.eval.samples}, before and after{often}"
+        what = f"{len(plan.held_out)} prompts x {config.eval.samples}, before and after{often}"
         lines.insert([name for name, _ in lines].index("steps"), ["held out", f"{config.eval.path}: {what}"])
     return lines
 
 
 def _columns(plan: Plan) -> str:
-    renamed = (
-        {"answer": f"answer (the data's {plan.answer_column})"} if plan.answer_column not in ("answer", None) else {}
-    )
-    return ", ".join(renamed.get(name, name) for name in empty_columns(plan.prompts))
+    answer = "answer" if plan.answer_column in ("answer", None) else f"answer (the data's {plan.answer_column})"
+    return ", ".join(answer if name == "answer" else name for name in empty_columns(plan.prompts))
 
 
 def _images(plan: Plan) -> list[list[str]]:
@@ -287,10 +285,9 @@ def _check_rewards(config: Config, prompts: list[Prompt]) -> None:
     """Load each reward here, and look for the columns that it needs. Raises ValueError."""
     if not prompts:
         return
-    columns = empty_columns(prompts)
     for term in config.reward.terms:
         try:
-            build(term.name).columns(columns)
+            build(term.name).columns(empty_columns(prompts))
         except ValueError as error:
             raise ValueError(f"reward.functions: {error}") from error
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from fastrl_fast import __version__, console
+from fastrl_fast import __version__, cli, console
 from fastrl_fast.tables import build_console, print_line, print_table, visible
 
 
@@ -63,6 +63,14 @@ def test_a_reader_that_has_seen_enough_is_no_traceback() -> None:
     assert process.stdout.read(3) == b"xxx"
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_another_broken_pipe_is_a_defect() -> None:
+    def breaks() -> int:
+        raise BrokenPipeError("a worker's")
+
+    with pytest.raises(BrokenPipeError):
+        cli.run(breaks)
 
 
 def test_the_doctor_has_a_help_too(monkeypatch, capsys) -> None:

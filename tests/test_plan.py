@@ -214,6 +214,7 @@ def test_the_cache_has_room_for_no_more_than_is_sampled() -> None:
     sampler = RolloutConfig(max_completion_tokens=24, tokens_per_batch=100)
     assert _with(rollout=sampler).memory(1).cache == 100 * token
     held_out = _with(eval=EvalConfig(path="demo:heldout?size=16", samples=2))
+    longest = max(len(prompt.token_ids) for prompt in (*held_out.prompts, *held_out.held_out))
     assert held_out.memory(1).cache == 32 * (longest + 24) * token
     filtered = _with(budget=BudgetConfig(group_size=4, filter=True))
     assert filtered.memory(1).cache == SMALL.rollout.tokens_per_batch * token
