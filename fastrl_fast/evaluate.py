@@ -15,8 +15,9 @@ from .accuracy import build_accuracy, build_grader
 from .builtin import resolve_model
 from .checkpoint import load_weights
 from .config import Config
+from .interrupt import ENGINE_LOST_CODE
 from .model import load_causal_lm, load_tokenizer, sampler_copy
-from .rollout import Sampler, build_engine, build_sampler
+from .rollout import EngineLost, EngineSampler, Sampler, build_engine, build_sampler
 from .vision import barred_tokens, load_images
 
 
@@ -26,12 +27,16 @@ def main() -> int:
     if run is not None:
         run_folder.load_settings(run)
         argv = ["--config", str(run / run_folder.CONFIG_FILE), *argv]
-    config, _ = cli.parse(argv, prog="fastrl_fast.evaluate")
+    about = "With RUN_DIR its settings, and the weights of its newest checkpoint; the held-out data is eval.path. "
+    config, _ = cli.parse(argv, prog="fastrl_fast.evaluate [RUN_DIR]", about=about)
     device = distributed.start()
     try:
         result = evaluate(config, run, device)
         if distributed.rank() == 0:
             print(json.dumps(result))
+    except EngineLost as lost:
+        print(f"error: {lost}", file=sys.stderr, flush=True)
+        return ENGINE_LOST_CODE
     finally:
         distributed.stop()
     return 0
@@ -41,7 +46,7 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
     """Measure the run's newest weights, or the config's model. Raises ValueError where no held-out data is
     configured."""
     if config.eval.path is None:
-        raise ValueError("eval.path must name held-out data, got None")
+        raise ValueError("eval.path must name held-out data, got None: give --eval.path FILE")
     path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(path, config.model)
     images = load_images(path, tokenizer, config.model, config.data)
@@ -57,7 +62,12 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
             sampler = build_engine(config, path, lm, tokenizer)
         if run is not None:
             sampler.load_weights(load_weights(run / "checkpoints").items())
-        return accuracy.measure(sampler)
+        elif config.rollout.engine == "vllm_server":  # it may have those of a run
+            sampler.load_weights((name, weight.detach()) for name, weight in lm.named_parameters())
+        result = accuracy.measure(sampler)
+        if isinstance(sampler, EngineSampler):
+            sampler.close()
+        return result
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from . import distributed, savings
+from .accuracy import Accuracy
 from .alarms import Alarms
 from .interrupt import Interrupted
 from .metrics import phase
@@ -40,11 +43,13 @@ class TrainingRun:
                 self._run()
                 self.parts.checkpointer.wait()
             except Interrupted:
+                self.trainer.schedule.settle()
                 if self.trainer.steps_done > self.saved_at:
                     self.save()
                 self.parts.checkpointer.wait()
                 raise
             finally:
+                self.trainer.schedule.close()
                 self.parts.checkpointer.settle(SECONDS_TO_SETTLE)
 
     def _run(self) -> None:
@@ -52,6 +57,7 @@ class TrainingRun:
             if isinstance(self.parts.sampler, EngineSampler):
                 self.trainer.sync_sampler()  # a server may have the weights of another run
             self.accuracy_before = self.evaluate()
+            self._say_accuracy()
             self.clock.take()
         while self.trainer.steps_done < self.trainer.total_steps or self.unlogged is not None:
             if self.unlogged is None:
@@ -59,6 +65,12 @@ class TrainingRun:
             self._end_step(self.unlogged)
         if not self.accuracy_after:
             self.accuracy_after = self.evaluate()
+
+    def _say_accuracy(self) -> None:
+        """A sign of life too: the first step may take minutes more."""
+        if self.parts.log and self.accuracy_before:
+            shown = ", ".join(f"{k} {v:.3f}" for k, v in self.accuracy_before.items() if k != "ungraded")
+            self.parts.log.say(f"held-out before the first step: {shown}")
 
     def _step(self) -> dict[str, float]:
         number, log = self.trainer.steps_done + 1, self.parts.log
@@ -79,17 +91,24 @@ class TrainingRun:
             self.save()
         self.interrupt.check()
 
-    @phase("evaluate")
     def evaluate(self) -> dict[str, float]:
         if self.parts.accuracy is None:
             return {}
-        accuracy = self.parts.accuracy.measure(self.trainer.sampler)
-        self.interrupt.check()
-        return accuracy
+        self.trainer.schedule.before_evaluation()
+        return self._measure(self.parts.accuracy)
 
-    @phase("save")
+    @phase("evaluate")
+    def _measure(self, accuracy: Accuracy) -> dict[str, float]:
+        measured = accuracy.measure(self.trainer.sampler)
+        self.interrupt.check()
+        return measured
+
     def save(self) -> None:
         """Start to write a checkpoint; training may go on."""
+        self._save(*self.trainer.schedule.state())
+
+    @phase("save")
+    def _save(self, ahead: dict[str, Any] | None, rollouts: dict[str, Tensor]) -> None:
         state: dict[str, Any] = {
             "data": self.parts.data.state_dict(),
             "budget": self.parts.budget.state_dict(),
@@ -97,8 +116,10 @@ class TrainingRun:
             "accuracy_before": self.accuracy_before,
             "accuracy": self.accuracy_after,
             "unlogged": self.unlogged and self._with_seconds(self.unlogged),
+            "ahead": ahead,
         }
-        self.parts.checkpointer.save(self.trainer.steps_done, self.parts.policy, self.parts.optimizer, state)
+        steps, policy, optimizer = self.trainer.steps_done, self.parts.policy, self.parts.optimizer
+        self.parts.checkpointer.save(steps, policy, optimizer, state, rollouts=rollouts)
         self.saved_at = self.trainer.steps_done
 
     def resume(self) -> bool:
@@ -112,6 +133,8 @@ class TrainingRun:
         self.parts.posterior.load_state_dict(state["posterior"])
         self.accuracy_before, self.accuracy_after = state["accuracy_before"], state["accuracy"]
         self.unlogged = state["unlogged"]
+        if state["ahead"] and self.parts.data.state_dict() == state["data"]:
+            self.trainer.schedule.load_state(state["ahead"], self.parts.checkpointer.rollouts)
         self.trainer.sync_sampler()
         self.clock.take()
         return True
