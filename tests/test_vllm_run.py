@@ -89,7 +89,8 @@ def test_the_weights_of_a_run_go_in_the_order_that_servers_are_told_of(
     with FakeServer() as server:
         servers = [f"--rollout.vllm.servers=[{server.url}]", "--rollout.engine=vllm_server"]
         config, _ = cli.parse([*SMALL, *servers], prog="evaluate")
-        policy = build_policy(load_causal_lm(resolve_model(config.model.path), config.model), config.model, temperature=1)
+        lm = load_causal_lm(resolve_model(config.model.path), config.model)
+        policy = build_policy(lm, config.model, temperature=1.0)
         saver = Checkpointer(tmp_path / "checkpoints", keep=1)
         saver.save(1, policy, torch.optim.AdamW(policy.parameters()), {})
         saver.wait()
