@@ -16,7 +16,7 @@ from .data import PromptData
 from .memory import Memory, ModelSize, estimate_memory
 from .method_config import ARS, STAGED
 from .model import load_tokenizer
-from .packing import ModelShape, microbatch_flops, microbatch_tower_flops, to_train_group
+from .packing import ModelShape, microbatch_flops, microbatch_tower_flops, sharing_limit, to_train_group
 from .rewards.registry import build
 from .savings import Passes, flop_sums
 from .tables import build_console, print_line, print_table
@@ -90,9 +90,15 @@ class Plan:
         """Tokens of the largest micro-batch: updates.tokens_per_microbatch, or all that a step can have."""
         config, budget = self.config, self.config.budget
         group = budget.max_group_size if budget.kind in (*STAGED, "knapsack") else budget.group_size
-        prompt = max(len(prompt.token_ids) for prompt in self.prompts)
-        row = prompt * (1 if config.updates.share_prompts else group) + group * config.rollout.max_completion_tokens
+        lengths = {len(prompt.token_ids) for prompt in self.prompts}
+        prompts = max(length * self._prompts_computed(length, group) for length in lengths)
+        row = prompts + group * config.rollout.max_completion_tokens
         return min(config.updates.tokens_per_microbatch, config.data.prompts_per_step * row)
+
+    def _prompts_computed(self, prompt: int, group: int) -> int:
+        """How often a group's prompt of this many tokens is laid down before completions of full length."""
+        longest = math.inf if self.config.updates.share_prompts else 0.0
+        return 1 if sharing_limit(prompt, [self.config.rollout.max_completion_tokens] * group, longest) else group
 
     def memory(self, ranks: int) -> Memory:
         """Of one rank, had no rollout been dropped and every completion its full length."""
@@ -119,7 +125,7 @@ class Plan:
         """Patches of a full micro-batch, at least those of the largest prompt, and of all micro-batches of a step."""
         counts = [sum(picture.patches for picture in prompt.pictures) for prompt in self.prompts]
         mean, group, limit = sum(counts) / len(counts), self.config.budget.group_size, self.config.rollout
-        computed = 1 if self.config.updates.share_prompts else group
+        computed = self._prompts_computed(round(prompt_tokens), group)
         row = computed * prompt_tokens + group * limit.max_completion_tokens
         full = self.microbatch_tokens / row * computed * mean
         return max(full, *counts), self.config.data.prompts_per_step * computed * mean
