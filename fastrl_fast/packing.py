@@ -14,10 +14,9 @@ from .prune import UNGRADED, counted
 from .tower import TowerShape
 from .types import Group, PackedBatch, Picture, Rollout
 
-
 LEAST_SAVED = 0.1
-"""Rollouts share a prompt where that spares at least this part of their tokens. Attention in three parts that are merged
-costs up to an eighth of an update (small models, groups of two) and is only then sure to be won back."""
+"""Rollouts share a prompt where that spares at least this part of their tokens: attention in parts that are merged
+costs up to an eighth of a small model's update (most in groups of two), and below a tenth was not always won back."""
 
 
 @dataclass(frozen=True, slots=True)
