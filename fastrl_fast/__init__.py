@@ -5,11 +5,9 @@ import sys
 
 __version__ = "0.1.0"
 
-# Idle OpenMP threads spin for milliseconds by default. With a second process on the same cores (another rank, a grading
-# worker) that made the default run ten times slower on two cores. But waking one that sleeps takes 35 us, and an update
-# has a thousand such moments, so one spins for about 25 us first. The runtime reads this when torch loads it, later.
+# Idle OpenMP threads spin by default. With a second process on the same cores (another rank, a grading worker) that
+# made the default run ten times slower on two cores. The runtime reads this when torch loads it, after this line.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # `python -m fastrl_fast.COMMAND` is being found, whose first imports would fail with a traceback. The doctor looks
 # itself.
