@@ -43,17 +43,22 @@ class Accuracy:
         self.seed = seed
 
     def measure(self, sampler: Sampler) -> dict[str, float]:
-        """Return {"avg@k", "pass@k", "ungraded"} over all prompts and ranks; pass@1, 2, 4 ... up to k."""
+        """Return {"avg@k", "pass@k", "ungraded"} over all prompts and ranks; pass@1, 2, 4 ... up to k.
+
+        Raises ValueError on all ranks where the sampler of any finds a request wrong.
+        """
         mine = self.prompts[distributed.share(len(self.prompts))]
         k = self.config.samples
         grading = Grading(self.grader, mine, expected=k * len(mine))
-        sampler.sample(
-            mine,
-            [k] * len(mine),
-            seed=self.seed,
-            step=EVAL_STEP,
-            temperature=self.config.temperature,
-            finished=grading.add,
+        distributed.together(
+            lambda: sampler.sample(
+                mine,
+                [k] * len(mine),
+                seed=self.seed,
+                step=EVAL_STEP,
+                temperature=self.config.temperature,
+                finished=grading.add,
+            )
         )
         counts = distributed.gather_lists(self._count(grading))
         ks = sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})

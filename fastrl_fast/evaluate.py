@@ -15,8 +15,9 @@ from .accuracy import build_accuracy, build_grader
 from .builtin import resolve_model
 from .checkpoint import load_weights
 from .config import Config
+from .interrupt import ENGINE_LOST_CODE
 from .model import load_causal_lm, load_tokenizer, sampler_copy
-from .rollout import Sampler, build_engine, build_sampler
+from .rollout import EngineLost, EngineSampler, Sampler, build_engine, build_sampler
 from .vision import barred_tokens, load_images
 
 
@@ -32,6 +33,9 @@ def main() -> int:
         result = evaluate(config, run, device)
         if distributed.rank() == 0:
             print(json.dumps(result))
+    except EngineLost as lost:
+        print(f"error: {lost}", file=sys.stderr, flush=True)
+        return ENGINE_LOST_CODE
     finally:
         distributed.stop()
     return 0
@@ -57,7 +61,12 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
             sampler = build_engine(config, path, lm, tokenizer)
         if run is not None:
             sampler.load_weights(load_weights(run / "checkpoints").items())
-        return accuracy.measure(sampler)
+        elif config.rollout.engine == "vllm_server":  # it may have those of a run
+            sampler.load_weights((name, weight.detach()) for name, weight in lm.named_parameters())
+        result = accuracy.measure(sampler)
+        if isinstance(sampler, EngineSampler):
+            sampler.close()
+        return result
 
 
 if __name__ == "__main__":

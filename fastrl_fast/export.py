@@ -2,12 +2,12 @@
 folder."""
 
 import argparse
-import shutil
 from pathlib import Path
 
 from . import cli, run_folder
 from .builtin import resolve_model
 from .checkpoint import load_weights
+from .file_modes import open_weights
 from .model import save_pretrained
 
 
@@ -33,8 +33,7 @@ def export(run: Path, out: Path, *, best: bool = False) -> None:
     config, _ = cli.parse(["--config", str(run / run_folder.CONFIG_FILE)], prog="fastrl_fast.export")
     weights = load_weights(run / "checkpoints", best=best)
     save_pretrained(resolve_model(config.model.path), weights, out, config.model)
-    for file in out.glob("*.safetensors"):  # safetensors 0.8 lets nobody but their owner read them
-        shutil.copymode(out / "config.json", file)
+    open_weights(out)
 
 
 if __name__ == "__main__":

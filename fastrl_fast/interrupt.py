@@ -48,6 +48,8 @@ class Interrupt:
     def __init__(self) -> None:
         self.number = 0
         self.lost = ""
+        self.wrong: ValueError | None = None
+        """What this rank asked its sampler for and should not have: the others learn of it at the next check."""
         self._may_cut = False
 
     @contextmanager
@@ -93,11 +95,16 @@ class Interrupt:
             return otherwise()
 
     def check(self) -> None:
-        """Raise Interrupted on every rank where any was asked to stop or lost its sampler; all ranks call this
-        together."""
+        """Raise Interrupted on every rank where any was asked to stop or lost its sampler, and ValueError where any
+        asked its sampler for something wrong; all ranks call this together."""
         number, lost = max(distributed.gather_lists([(self.number, self.lost)]))
         if number or lost:
             raise Interrupted(number, lost)
+        distributed.together(self._complain)
+
+    def _complain(self) -> None:
+        if self.wrong is not None:
+            raise self.wrong
 
 
 @contextmanager
@@ -125,8 +132,8 @@ def _count_ctrl_c(reader: int) -> None:
 
 
 class InterruptibleSampler:
-    """A sampler whose completions are all empty once the run was asked to stop, or the engine was lost: the next
-    `Interrupt.check` ends the run."""
+    """A sampler whose completions are all empty once the run was asked to stop, the engine was lost or a request was
+    wrong: the next `Interrupt.check` ends the run."""
 
     def __init__(self, sampler: Sampler, interrupt: Interrupt) -> None:
         self._sampler, self._interrupt = sampler, interrupt
@@ -141,7 +148,7 @@ class InterruptibleSampler:
             return [Group(prompt, [Rollout([], [], "length") for _ in range(size)]) for prompt, size in sized]
 
         with self._minding_the_engine():
-            if self._interrupt.lost:
+            if self._interrupt.lost or self._interrupt.wrong:
                 return empty()
             return self._interrupt.cut_short(lambda: self._sampler.sample(prompts, group_sizes, **settings), empty)
         return empty()
@@ -152,6 +159,8 @@ class InterruptibleSampler:
             yield
         except EngineLost as lost:
             self._interrupt.lost = str(lost)
+        except ValueError as wrong:
+            self._interrupt.wrong = wrong
 
 
 class InterruptibleGrader:

@@ -25,7 +25,8 @@ class FakeServer:
 
     `faults` are met by its first completions, one each: 500, half (of an answer), cut (off before one), nonsense, fewer
     (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
-    `delay` is seconds per completion.
+    The prompt that it `refuses` is answered with 400; `busy` times it does not empty its cache. `delay` is seconds per
+    completion.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class FakeServer:
         self.faults, self.always, self.delay, self.dies_at = iter(faults), always, delay, dies_at
         self.posts: list[tuple[str, Any]] = []
         self.answered: list[Any] = []
+        self.refuses: list[int] = []
+        self.busy = 0
         self.end = threading.Event()
         self._connections: set[socket.socket] = set()
         self._http = _QuietServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
@@ -78,6 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.fake._connections.add(self.connection)
+        if self.fake.end.is_set():  # it was accepted while the others were broken off
+            _break_off(self.connection)
 
     def log_message(self, *unused: object) -> None:
         pass
@@ -89,13 +94,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         self.fake.posts.append((self.path, body))
+        if self.path == "/reset_prefix_cache":
+            self.fake.busy -= 1
+            return self._send({"success": self.fake.busy < 0})
         if self.path != "/v1/completions":
             return self._send({})
         number = len(self.fake.asked())
         if number == self.fake.dies_at:
             return self.fake.die()
         self.fake.end.wait(self.fake.delay * body["n"])
-        fault = next(self.fake.faults, self.fake.always)
+        fault = "400" if body["prompt"] == self.fake.refuses else next(self.fake.faults, self.fake.always)
         getattr(self, f"_{fault}", self._none)(self._answer(body))
         if fault == "none":
             self.fake.answered.append(body)

@@ -16,7 +16,7 @@ if [ ! -x "$venv/bin/vllm" ]; then
     # Their builds are for CUDA, and break vLLM's import without it.
     "$venv/bin/pip" uninstall --yes --quiet torchvision torchaudio torchcodec
 fi
-"$venv/bin/pip" install --quiet '.[test]'
+FASTRL_CUDA="${FASTRL_CUDA:-OFF}" "$venv/bin/pip" install --quiet '.[test]'
 export HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
-"$venv/bin/python" -m pytest -q -m vllm tests/test_vllm_engine.py "$@"
+"$venv/bin/python" -m pytest -q -m vllm tests/test_vllm_interface.py tests/test_vllm_engine.py "$@"

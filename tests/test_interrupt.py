@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fastrl_fast.checkpoint import complete, load_weights
-from fastrl_fast.interrupt import Interrupt, Interrupted
+from fastrl_fast.interrupt import Interrupt, Interrupted, InterruptibleSampler
+from fastrl_fast.types import Group, Prompt
 
 ROOT = Path(__file__).parents[1]
 LENGTH = ROOT / "tests" / "workers" / "length_reward.py"
@@ -224,6 +225,26 @@ def test_what_was_asked_before_the_work_began_cuts_it_too(process_group: torch.d
     with pytest.raises(Interrupted, match="SIGTERM") as raised:
         interrupt.check()
     assert raised.value.number == signal.SIGTERM
+
+
+def test_a_request_that_is_wrong_is_said_where_the_ranks_meet(process_group: torch.device) -> None:
+    """Until then nothing is sampled: what is asked between takes no time."""
+
+    class Wrong:
+        calls = 0
+
+        def sample(self, prompts: list[Prompt], group_sizes: list[int], **settings: object) -> list[Group]:
+            self.calls += 1
+            raise ValueError("prompt p is too long")
+
+    interrupt, wrong, prompt = Interrupt(), Wrong(), Prompt("p", [1], "", {})
+    sampler = InterruptibleSampler(wrong, interrupt)  # type: ignore[arg-type]
+    for _ in range(2):
+        (group,) = sampler.sample([prompt], [3])
+        assert [rollout.completion_ids for rollout in group.rollouts] == [[]] * 3
+    assert wrong.calls == 1
+    with pytest.raises(ValueError, match="prompt p is too long"):
+        interrupt.check()
 
 
 def test_work_is_cut_where_it_stands_even_inside_a_broad_except() -> None:

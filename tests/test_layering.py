@@ -24,6 +24,7 @@ RANKS = {
         "rollout_config",
         "draws",
         "drop_reasons",
+        "file_modes",
         "missing",
         "orphans",
     ],

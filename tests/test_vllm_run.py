@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 from fake_vllm import FakeServer
 
+from fastrl_fast import cli, evaluate
+from fastrl_fast.builtin import resolve_model
 from fastrl_fast.checkpoint import complete
+from fastrl_fast.data import PromptData
+from fastrl_fast.model import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--data.prompts_per_step=4", "--budget.group_size=4", "--rollout.max_completion_tokens=8"]
@@ -58,6 +62,38 @@ def test_all_servers_gone_ends_with_a_checkpoint_and_code_3(tmp_path: Path) -> N
         again = subprocess.run(arguments, timeout=300, **pipes)
     assert again.returncode == 0, again.stdout
     assert [m["step"] for m in steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_hands_the_weights_over_first(tmp_path: Path, monkeypatch, capsys) -> None:
+    """A server may have those of another run; one that is gone is one line and code 3."""
+    with FakeServer() as server:
+        monkeypatch.setattr(sys, "argv", ["evaluate", *command(tmp_path, [server])[2:-1], "--rollout.vllm.patience=1"])
+        assert evaluate.main() == 0
+        paths = [path for path, _ in server.posts]
+        assert paths == ["/collective_rpc", "/reset_prefix_cache", *["/v1/completions"] * 4]
+        assert 0.0 <= json.loads(capsys.readouterr().out)["avg@1"] <= 1.0
+    with FakeServer(dies_at=2) as server:
+        servers = f"--rollout.vllm.servers=[{server.url}]"
+        monkeypatch.setattr(sys, "argv", [*sys.argv, servers])
+        assert evaluate.main() == 3
+        assert capsys.readouterr().err == "error: none of 1 vLLM servers answered for 1 s\n"
+
+
+@pytest.mark.slow
+def test_a_request_that_is_wrong_ends_all_ranks_with_its_message(tmp_path: Path) -> None:
+    """It is one of rank 1's; the message is for rank 0 to say."""
+    with FakeServer() as server:
+        arguments = command(tmp_path, [server])
+        config, _ = cli.parse(arguments[2:], prog="train")
+        tokenizer = load_tokenizer(resolve_model(config.model.path), config.model)
+        server.refuses = PromptData(config.data, tokenizer, seed=config.seed).next_prompts(4)[3].token_ids
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
+        done = subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=300)
+        answered = [body["n"] for body in server.answered]
+    assert done.returncode == 1
+    assert f"error: rollout.vllm.servers: {server.url}/v1/completions answered 400: " in done.stderr, done.stderr
+    assert "exitcode  : 2" in done.stderr and not steps(tmp_path)
+    assert answered.count(1) == 3 + 4 and answered.count(4) <= 3, "which logprobs, two probes, held-out prompts; a step"
 
 
 @pytest.mark.slow

@@ -143,12 +143,14 @@ def test_a_server_that_was_never_there(make_sampler, caplog) -> None:
         assert any("refused the connection" in record.getMessage() for record in caplog.records)
 
 
-def test_death_in_the_middle_of_a_batch(make_sampler) -> None:
+def test_death_in_the_middle_of_a_batch(make_sampler, caplog) -> None:
     with FakeServer(dies_at=3, delay=0.02) as dying, FakeServer(delay=0.02) as good:
         sampler = make_sampler(dying, good)
         check(sample(sampler), sampler)
         answered = Counter(body["seed"] for body in dying.answered + good.answered)
         assert set(answered.values()) == {1} and len(answered) == 8
+        lines = [record.getMessage() for record in caplog.records if dying.url in record.getMessage()]
+        assert lines and "what it was asked goes to the others" in lines[0]
 
 
 def test_a_slow_server_gets_less(make_sampler) -> None:
@@ -200,6 +202,21 @@ def test_a_server_that_was_restarted_waits_for_the_weights(make_sampler, caplog)
         assert again.asked() and again.asked("/reset_prefix_cache") and good.asked("/reset_prefix_cache")
 
 
+def test_a_cache_of_the_old_weights_is_emptied_or_its_server_left_out(make_sampler, caplog, monkeypatch) -> None:
+    with FakeServer() as one, FakeServer() as two:
+        sampler = make_sampler(one, two)
+        one.busy = 2
+        sampler.load_weights([])
+        assert len(one.asked("/reset_prefix_cache")) == 3 and all(s.serving for s in sampler.pool.servers)
+        monkeypatch.setattr("fastrl_fast.rollout.vllm_server.FORGET_SECONDS", 0.0)
+        two.busy = 10**6
+        sampler.load_weights([])
+        assert [server.serving for server in sampler.pool.servers] == [True, False]
+        assert [two.url in record.getMessage() for record in caplog.records] == [True]
+        check(sample(sampler), sampler)
+        assert not two.asked()
+
+
 def test_no_server_for_the_weights(make_sampler) -> None:
     server = FakeServer()
     sampler = make_sampler(server, patience=0.5)
@@ -210,8 +227,10 @@ def test_no_server_for_the_weights(make_sampler) -> None:
     assert not list(drained), "other ranks gather each tensor with this one"
 
 
-@pytest.mark.parametrize("error", [ValueError("answered 404"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("error", [ValueError("answered 404"), OSError(28, "No space left"), EngineLost("of NCCL")])
 def test_weights_that_rank_0_cannot_send_end_all_ranks(make_sampler, error: Exception) -> None:
+    """And nobody takes the servers' logprobs for the policy's meanwhile."""
+
     class Failing:
         def send(self, named, pool, servers):
             raise error
@@ -220,9 +239,10 @@ def test_weights_that_rank_0_cannot_send_end_all_ranks(make_sampler, error: Exce
         sampler = make_sampler(server)
         sampler.transfer = Failing()
         drained = iter([("a", None), ("b", None)])
-        with pytest.raises(ValueError, match=r"answered 404|weights_folder: .*No space left"):
+        with pytest.raises((ValueError, EngineLost), match=r"answered 404|weights_folder: .*No space left|of NCCL"):
             sampler.load_weights(drained)
         assert not list(drained), "other ranks gather each tensor with this one"
+        assert sampler.probe(PROMPTS) == [] and not server.posts
 
 
 def test_probes_ask_each_server_for_the_whole_distribution(make_sampler) -> None:

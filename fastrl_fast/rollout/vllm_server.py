@@ -1,5 +1,7 @@
 """Sampling from vLLM servers beside the training processes, over HTTP."""
 
+import logging
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,11 @@ from .request import Completion, EngineLost, Groups, Request, RequestMaker, stop
 from .server_pool import BadAnswer, Job, Server, ServerPool
 from .weight_transfer import FolderTransfer, Meta, NcclTransfer, Transfer
 
+log = logging.getLogger(__name__)
+
 COMPLETIONS = "/v1/completions"
+FORGET_SECONDS = 30.0
+"""A request that was called off is gone from a server after its next token."""
 ONE_CHOICE = 1e-4
 """Where a token is drawn from one alone its logprob is 0, but for rounding."""
 
@@ -98,17 +104,30 @@ class ServerSampler:
         for _ in weights:  # to gather one is a matter of all ranks
             pass
         taken, problem = distributed.broadcast_object((taken, problem))
+        self.pool.mark_current(taken)
         if problem:
             raise problem
-        self.pool.mark_current(taken)
 
     def _hand_over(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Return the URLs of the servers that have the weights and nothing cached of the old ones."""
         taken = self.transfer.send(weights, self.pool, self.pool.well())
-        fresh = [server.url for server in taken if self.pool.post(server, "/reset_prefix_cache") is not None]
+        fresh = [server.url for server in taken if self._forget_prompts(server)]
         if not fresh:
             raise EngineLost("no vLLM server took the policy's weights")
         return fresh
+
+    def _forget_prompts(self, server: Server) -> bool:
+        """Empty the cache of the old weights. vLLM does not while it works on anything, if only on what was called off
+        a moment ago."""
+        limit = time.monotonic() + FORGET_SECONDS
+        while (answer := self.pool.post(server, "/reset_prefix_cache")) is not None:
+            if answer.get("success", True):
+                return True
+            if time.monotonic() > limit:
+                log.warning("vLLM server %s: is still busy, and left out until the next hand-over", server.url)
+                break
+            time.sleep(0.1)
+        return False
 
     def _check_mode(self, server: Server, request: Request) -> None:
         """Once per server: of one likeliest token alone, the logprob is 0 in the distribution sampled from."""

@@ -3,7 +3,7 @@
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..file_modes import open_weights
 from .request import EngineLost
 from .server_pool import Server, ServerPool
 
@@ -46,6 +47,7 @@ class FolderTransfer:
         folder.mkdir(parents=True)
         for number, shard in enumerate(_shards((name, tensor.to("cpu", self._dtype)) for name, tensor in named)):
             save_file(shard, folder / f"model-{number:05}.safetensors")
+        open_weights(folder)
         call = {"method": "take_folder", "args": [str(folder.resolve())]}
         return [s for s in servers if pool.post(s, "/collective_rpc", call, timeout=TRANSFER_TIMEOUT) is not None]
 
@@ -87,10 +89,14 @@ class Weights:
 
 class ServersClient:
     """vLLM's VLLMWeightSyncClient for several servers: the HTTP interface of `vllm serve` 0.29 and newer, each call to
-    all of them at once, whose workers are numbered through in the group of the transfer."""
+    all of them at once, whose workers are numbered through in the group of the transfer.
 
-    def __init__(self, pool: ServerPool, servers: list[Server], workers: list[int]) -> None:
-        self._pool, self._servers, self._workers = pool, servers, workers
+    A call raises EngineLost as soon as one server fails; `abort` then ends the broadcast to all, which would wait for
+    it.
+    """
+
+    def __init__(self, pool: ServerPool, servers: list[Server], workers: list[int], abort: Callable[[], None]) -> None:
+        self._pool, self._servers, self._workers, self._abort = pool, servers, workers, abort
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         first, bodies = int(init_info["rank_offset"]), []
@@ -103,19 +109,26 @@ class ServersClient:
         self._post_all("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post_all("/update_weights", [{"update_info": update_info}] * len(self._servers))
+        try:
+            self._post_all("/update_weights", [{"update_info": update_info}] * len(self._servers))
+        except Exception:
+            self._abort()
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post_all("/finish_weight_update")
 
     def _post_all(self, path: str, bodies: list[dict[str, Any]] | None = None) -> None:
-        def post(server: Server, body: dict[str, Any]) -> Any:
-            return self._pool.post(server, path, body, timeout=TRANSFER_TIMEOUT)
+        def post(server: Server, body: dict[str, Any]) -> None:
+            if self._pool.post(server, path, body, timeout=TRANSFER_TIMEOUT) is None:
+                raise EngineLost(f"{server.url}{path} failed in the hand-over of weights")
 
-        with ThreadPoolExecutor(len(self._servers)) as threads:
-            answers = list(threads.map(post, self._servers, bodies or [{}] * len(self._servers)))
-        if None in answers:
-            raise EngineLost(f"{self._servers[answers.index(None)].url}{path} failed in the hand-over of weights")
+        threads = ThreadPoolExecutor(len(self._servers))
+        pairs = zip(self._servers, bodies or [{}] * len(self._servers), strict=True)
+        answers = [threads.submit(post, server, body) for server, body in pairs]
+        threads.shutdown(wait=False)  # those that wait for a failed one are called off with the pool
+        for answer in as_completed(answers):
+            answer.result()
 
 
 class NcclTransfer:
@@ -134,6 +147,16 @@ class NcclTransfer:
 
     def send(self, named: Named, pool: ServerPool, servers: list[Server]) -> list[Server]:
         """As `Transfer.send`. Raises EngineLost where a server fails in the middle: a broadcast has no way on."""
+        try:
+            return self._send(named, pool, servers)
+        except EngineLost:
+            self._servers = []
+            raise
+        except RuntimeError as error:  # of NCCL, or of its rendezvous
+            self._servers = []
+            raise EngineLost(f"the broadcast of weights failed: {error}") from error
+
+    def _send(self, named: Named, pool: ServerPool, servers: list[Server]) -> list[Server]:
         # One that came back in the meantime is not in the group of its namesake.
         if self._servers != [server.url for server in servers] or not all(server.current for server in servers):
             sizes = [pool.get(server, "/get_world_size") for server in servers]
@@ -141,17 +164,19 @@ class NcclTransfer:
             workers = [size["world_size"] for size in sizes if size is not None]
             if not servers:
                 return []
-            client = ServersClient(pool, servers, workers)
+            client = ServersClient(pool, servers, workers, self._abort)
+            self._abort()
             address, port = _own_address(servers[0].url), _free_port()
             self._engine = self._connect(address, port, 1 + sum(workers), client, self._weights)
             self._servers = [server.url for server in servers]
         self._weights.named = named
-        try:
-            self._engine.send_weights()
-        except EngineLost:
-            self._servers = []
-            raise
+        self._engine.send_weights()
         return servers
+
+    def _abort(self) -> None:
+        """End the group of the transfer, and whatever waits for it."""
+        if self._engine is not None:
+            self._engine.model_update_group.destroy()
 
 
 def _connect(address: str, port: int, size: int, client: Any, source: Any) -> Any:
