@@ -114,7 +114,7 @@ def serve_ours(job: Job, commands: "Commands") -> None:
         real, planned = parts.sampler, PlannedSampler(job, tokenizer, parts.sampler)
         for kind, method, checking in commands:
             trainer = trainers[method]
-            trainer.collector.sampler = planned if kind == "planned" else real
+            trainer.schedule.collector.sampler = planned if kind == "planned" else real
             trainer.clock.take()
             meter.start(checking=checking)
             metrics = trainer.step()

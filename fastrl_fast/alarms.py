@@ -71,8 +71,10 @@ def _group_size(metrics: Metrics) -> float:
 
 
 def _gap(metrics: Metrics, config: Config) -> bool:
-    """Only where the step took one update: after it the policy has moved and a gap is no sign of anything."""
-    return metrics["optimizer/updates"] <= 1 and metrics["policy/sampler_gap"] > SAMPLER_GAP[config.model.dtype]
+    """Only where the step took one update, of rollouts of the policy itself: once it has moved a gap is no sign of
+    anything."""
+    itself = metrics["optimizer/updates"] <= 1 and metrics.get("rollout/staleness", 0.0) == 0
+    return itself and metrics["policy/sampler_gap"] > SAMPLER_GAP[config.model.dtype]
 
 
 def _at_ceiling(metrics: Metrics, config: Config) -> bool:

@@ -4,6 +4,7 @@ some."""
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed import ProcessGroup
 
 from . import distributed
 from .accuracy import RIGHT
@@ -46,11 +47,19 @@ class Collector:
     """Collects the groups of a step; every loop's number of turns is agreed over all ranks.
 
     Without a filter and with a budget that neither skips nor extends this is one call of the sampler and one of the
-    grader.
+    grader. In another thread than the main one it needs a `group` of ranks of its own.
     """
 
     def __init__(
-        self, config: Config, data: PromptData, sampler: Sampler, grader: Grader, budget: Budget, clock: Clock
+        self,
+        config: Config,
+        data: PromptData,
+        sampler: Sampler,
+        grader: Grader,
+        budget: Budget,
+        clock: Clock,
+        *,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.config = config
         self.data = data
@@ -58,6 +67,7 @@ class Collector:
         self.grader = grader
         self.budget = budget
         self.clock = clock
+        self.group = group
 
     def collect(self, step: int) -> Collected:
         """The groups of step `step` (from 0). Raises ValueError where the tries run out and the config says stop."""
@@ -101,7 +111,7 @@ class Collector:
             self.grade(grading)
             collected.counts["collect/rounds"] += 1
             wanted = self.budget.extend(groups)
-            if not _anywhere(sum(wanted)):
+            if not self._anywhere(sum(wanted)):
                 return groups
 
     @phase("sample")
@@ -126,7 +136,7 @@ class Collector:
     def grade(self, grading: Grading) -> None:
         """Wait for the rewards and set them, their weighted sum, and right or wrong."""
         decides = self.config.reward.right_name
-        for group, graded in distributed.together(grading.result):
+        for group, graded in distributed.together(grading.result, group=self.group):
             for rollout, rewards in zip(group.rollouts, graded, strict=True):
                 rollout.rewards = rewards
                 rollout.reward = total(self.config.reward.terms, rewards) + overlong_penalty(
@@ -140,7 +150,7 @@ class Collector:
     def _take(self, groups: list[Group], needed: int, collected: Collected) -> int:
         """Sort groups into those to train on and those left out; return how many were taken on all ranks."""
         passed = [group.number for group in groups if self._passes(group)]
-        taken = set(sorted(distributed.gather_lists(passed))[:needed])
+        taken = set(sorted(distributed.gather_lists(passed, group=self.group))[:needed])
         for group in groups:
             if group.number in taken:
                 collected.groups.append(group)
@@ -155,6 +165,10 @@ class Collector:
         graded = [rollout for rollout in group.rollouts if rollout.graded]
         values = [float(r.right) if settings.filter_on == "right" else r.reward for r in graded]
         return bool(values) and settings.filter_low < sum(values) / len(values) < settings.filter_high
+
+    def _anywhere(self, count: int) -> bool:
+        """Whether any rank counts something."""
+        return bool(distributed.all_sum(torch.tensor(float(count)), group=self.group) > 0)
 
     def _short(self, found: int, collected: Collected) -> None:
         """The tries ran out: do what the config says, the same on every rank."""
@@ -175,8 +189,3 @@ def _leave_out(group: Group, reason: str, collected: Collected) -> None:
     for rollout in group.rollouts:
         rollout.drop_reason = reason if rollout.graded else UNGRADED
     collected.left_out.append(group)
-
-
-def _anywhere(count: int) -> bool:
-    """Whether any rank counts something."""
-    return bool(distributed.all_sum(torch.tensor(float(count))) > 0)

@@ -241,6 +241,9 @@ class Config:
         if self.updates.old_logprobs == "rollout":
             rule = "none where updates.old_logprobs is rollout: the ratio itself corrects"
             require(self.loss.importance.kind == "none", "loss.importance.kind", rule, self.loss.importance.kind)
+        elif self.rollout.steps_ahead:
+            rule = "other than none, or updates.old_logprobs rollout, where rollout.steps_ahead is 1"
+            require(self.loss.importance.kind != "none", "loss.importance.kind", rule, self.loss.importance.kind)
         updates = self.updates.minibatches * self.updates.epochs
         require(
             self.updates.minibatches <= self.data.prompts_per_step,

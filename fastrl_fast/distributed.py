@@ -108,10 +108,10 @@ def gather_to_first(items: list[T]) -> list[T]:
     return [item for part in parts or () for item in part]
 
 
-def all_sum(values: Tensor) -> Tensor:
+def all_sum(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum over all ranks, on every rank."""
     if world_size() > 1:
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=group)
     return values
 
 

@@ -5,9 +5,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 ENGINE_LOST_CODE = 3
 """Exit code of a run that was saved and left because nothing was left that samples."""
+SECONDS_TO_RECALL = 0.1
+"""A thread looks this often whether it was recalled."""
 
 
 class Interrupted(Exception):
@@ -107,6 +110,39 @@ class Interrupt:
             raise self.wrong
 
 
+class CutShort(Protocol):
+    """`Interrupt.cut_short`, or what does the same in another thread."""
+
+    def __call__(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T: ...
+
+
+class Recall:
+    """Cuts short, once it is `asked`, what a thread does that no signal reaches."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def ask(self) -> None:
+        self._asked.set()
+
+    def cut_short(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """The result of `work`, or of `otherwise` where it is asked before that is done: `work` then ends unheard."""
+        done: Future[T] = Future()
+        threading.Thread(target=fulfil, args=(done, work), name="recallable", daemon=True).start()
+        while not self._asked.is_set():
+            if wait([done], timeout=SECONDS_TO_RECALL).done:
+                return done.result()
+        return otherwise()
+
+
+def fulfil(promise: "Future[T]", work: Callable[[], T]) -> None:
+    """Do the work, and keep what it returns or raises."""
+    try:
+        promise.set_result(work())
+    except BaseException as error:
+        promise.set_exception(error)
+
+
 @contextmanager
 def _second_ctrl_c_ends() -> Iterator[None]:
     """Python runs its handlers in the main thread, which may be waiting for another rank inside a library: a thread
@@ -135,8 +171,9 @@ class InterruptibleSampler:
     """A sampler whose completions are all empty once the run was asked to stop, the engine was lost or a request was
     wrong: the next `Interrupt.check` ends the run."""
 
-    def __init__(self, sampler: Sampler, interrupt: Interrupt) -> None:
+    def __init__(self, sampler: Sampler, interrupt: Interrupt, cut_short: CutShort | None = None) -> None:
         self._sampler, self._interrupt = sampler, interrupt
+        self._cut_short = cut_short or interrupt.cut_short
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         with self._minding_the_engine():
@@ -150,7 +187,7 @@ class InterruptibleSampler:
         with self._minding_the_engine():
             if self._interrupt.lost or self._interrupt.wrong:
                 return empty()
-            return self._interrupt.cut_short(lambda: self._sampler.sample(prompts, group_sizes, **settings), empty)
+            return self._cut_short(lambda: self._sampler.sample(prompts, group_sizes, **settings), empty)
         return empty()
 
     @contextmanager
@@ -166,8 +203,8 @@ class InterruptibleSampler:
 class InterruptibleGrader:
     """A grader that finds nothing gradable once the run was asked to stop."""
 
-    def __init__(self, grader: Grader, interrupt: Interrupt) -> None:
-        self._grader, self._interrupt = grader, interrupt
+    def __init__(self, grader: Grader, cut_short: CutShort) -> None:
+        self._grader, self._cut_short = grader, cut_short
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grader, name)
@@ -175,14 +212,14 @@ class InterruptibleGrader:
     def submit(self, prompts: list[Any], completions: list[Any], *rest: Any, **settings: Any) -> "InterruptibleHandle":
         handle = self._grader.submit(prompts, completions, *rest, **settings)
         nothing: dict[str, float | None] = {term.name: None for term in self._grader.terms}
-        return InterruptibleHandle(handle, [nothing] * len(completions), self._interrupt)
+        return InterruptibleHandle(handle, [nothing] * len(completions), self._cut_short)
 
 
 class InterruptibleHandle:
     """A batch being graded, which nobody waits for once the run was asked to stop."""
 
-    def __init__(self, handle: Handle, nothing: list[dict[str, float | None]], interrupt: Interrupt) -> None:
-        self._handle, self._nothing, self._interrupt = handle, nothing, interrupt
+    def __init__(self, handle: Handle, nothing: list[dict[str, float | None]], cut_short: CutShort) -> None:
+        self._handle, self._nothing, self._cut_short = handle, nothing, cut_short
 
     def result(self) -> list[dict[str, float | None]]:
-        return self._interrupt.cut_short(self._handle.result, lambda: self._nothing)
+        return self._cut_short(self._handle.result, lambda: self._nothing)

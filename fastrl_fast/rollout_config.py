@@ -73,6 +73,9 @@ class RolloutConfig:
     """Leave out tokens less likely than this share of the likeliest one; 0 = none."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+    steps_ahead: int = 0
+    """1: with `vllm_server`, the next step's rollouts are sampled and graded while the policy is updated, so that they
+    are of the policy one step ago; 0: each step's when it begins."""
     tokens_per_batch: int = 32768
     """Of the local engine: rows are decoded together while their prompt and completion tokens stay below this."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -87,6 +90,10 @@ class RolloutConfig:
         require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
         require(0 <= self.min_p < 1, "rollout.min_p", "in [0, 1)", self.min_p)
         not_negative("rollout", top_k=self.top_k)
+        require(self.steps_ahead in (0, 1), "rollout.steps_ahead", "0 or 1", self.steps_ahead)
+        if self.steps_ahead:
+            rule = "vllm_server where rollout.steps_ahead is 1, as the others share memory with the update"
+            require(self.engine == "vllm_server", "rollout.engine", rule, self.engine)
         if self.engine == "vllm_server":
             require(bool(self.vllm.servers), "rollout.vllm.servers", "at least one URL", self.vllm.servers)
             folder = self.vllm.weights_folder

@@ -7,16 +7,17 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from . import distributed, packing, savings, step_report
 from .accuracy import Accuracy
 from .advantage import Posterior, assign_advantages
 from .budget import Budget
 from .checkpoint import Checkpointer
-from .collect import Collected, Collector, ShortStep
+from .collect import Collected, Collector
 from .config import Config
 from .data import PromptData
-from .interrupt import Interrupt, Interrupted, InterruptibleGrader, InterruptibleSampler
+from .interrupt import CutShort, Interrupt, InterruptibleGrader, InterruptibleSampler, Recall
 from .loss import build_objective, policy_loss, sum_names
 from .metrics import Clock, RunLog, phase
 from .microbatches import plan_microbatches
@@ -26,6 +27,7 @@ from .parity import ParityCheck
 from .prune import cut_step, measure_fidelity, offers, prune, put_back, sizes
 from .rewards import Grader
 from .rollout import EngineSampler, Sampler
+from .schedule import InTurn, OneAhead, Schedule
 from .sharing_check import SharingCheck
 from .types import Group, ImageReader, PackedBatch
 
@@ -76,9 +78,10 @@ class Trainer:
         self.clock = Clock(on_phase=parts.log.during if parts.log else None)
         self.interrupt = Interrupt()
         self.sampler = InterruptibleSampler(parts.sampler, self.interrupt)
-        grader = cast(Grader, InterruptibleGrader(parts.grader, self.interrupt))
-        self.collector = Collector(config, parts.data, self.sampler, grader, parts.budget, self.clock)
+        self.schedule = self._schedule()
         self.steps_done = 0
+        self.sampler_steps = -1
+        """Steps that the policy had done when the sampler got its weights last."""
         self.bad_gradients = 0
         self.longest_shared = parts.policy.longest_shared if config.updates.share_prompts else 0
         self.sharing_check = SharingCheck(config.model.dtype)
@@ -91,30 +94,43 @@ class Trainer:
         collected = self.collect()
         self.prune(collected.groups)
         self.learn(collected)
+        self.schedule.before_update(self.steps_done)
         updates = self.pack(collected.groups)
         self.score(updates)
         metrics, sums = self.update(updates)
-        self.sync_sampler()
         self.steps_done += 1
+        self.schedule.after_update()
         report = self._report(collected, updates, sums)
         return metrics | collected.counts | report | {"seconds/step": time.perf_counter() - started}
 
+    def _schedule(self) -> Schedule:
+        config, parts = self.config, self.parts
+
+        def collector(cut_short: CutShort, clock: Clock, group: ProcessGroup | None = None) -> Collector:
+            sampler = InterruptibleSampler(parts.sampler, self.interrupt, cut_short)
+            grader = cast(Grader, InterruptibleGrader(parts.grader, cut_short))
+            return Collector(config, parts.data, sampler, grader, parts.budget, clock, group=group)
+
+        if config.rollout.steps_ahead == 0:
+            own = collector(self.interrupt.cut_short, self.clock)
+            return InTurn(own, parts.data, self.interrupt, refresh=self.refresh_sampler)
+        recall = Recall()
+        return OneAhead(
+            collector(recall.cut_short, Clock(), distributed.side_group()),
+            parts.data,
+            self.interrupt,
+            recall=recall,
+            refresh=self.refresh_sampler,
+            clock=self.clock,
+            total_steps=self.total_steps,
+        )
+
     def collect(self) -> Collected:
         """The step's graded groups; where a rank was asked to stop it is Interrupted, as if the step had not begun."""
-        before = self.parts.data.state_dict()
-        try:
-            try:
-                collected = self.collector.collect(self.steps_done)
-            except ShortStep:
-                self.interrupt.check()  # then it is short because it was cut short
-                raise
-            self.interrupt.check()
-            if isinstance(self.parts.sampler, EngineSampler):
-                self.parts.sampler.rest()
-            return collected
-        except Interrupted:
-            self.parts.data.load_state_dict(before)
-            raise
+        collected = self.schedule.take(self.steps_done)
+        if isinstance(self.parts.sampler, EngineSampler):
+            self.parts.sampler.rest()
+        return collected
 
     @phase("prune")
     def prune(self, groups: list[Group]) -> None:
@@ -246,6 +262,12 @@ class Trainer:
             problem = self.parity.run(self.parts.policy, self.parts.sampler)
             if problem and self.parts.log:
                 self.parts.log.alarm(problem)
+        self.sampler_steps = self.steps_done
+
+    def refresh_sampler(self) -> None:
+        """Hand the weights over unless the sampler has them."""
+        if self.sampler_steps != self.steps_done:
+            self.sync_sampler()
 
     def _report(self, collected: Collected, updates: list[Update], sums: dict[str, Tensor]) -> dict[str, float]:
         terms, groups = self.config.reward.terms, [*collected.groups, *collected.left_out]

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from . import distributed, savings
+from .accuracy import Accuracy
 from .alarms import Alarms
 from .interrupt import Interrupted
 from .metrics import phase
@@ -40,11 +43,13 @@ class TrainingRun:
                 self._run()
                 self.parts.checkpointer.wait()
             except Interrupted:
+                self.trainer.schedule.settle()
                 if self.trainer.steps_done > self.saved_at:
                     self.save()
                 self.parts.checkpointer.wait()
                 raise
             finally:
+                self.trainer.schedule.close()
                 self.parts.checkpointer.settle(SECONDS_TO_SETTLE)
 
     def _run(self) -> None:
@@ -79,17 +84,24 @@ class TrainingRun:
             self.save()
         self.interrupt.check()
 
-    @phase("evaluate")
     def evaluate(self) -> dict[str, float]:
         if self.parts.accuracy is None:
             return {}
-        accuracy = self.parts.accuracy.measure(self.trainer.sampler)
-        self.interrupt.check()
-        return accuracy
+        self.trainer.schedule.before_evaluation()
+        return self._measure(self.parts.accuracy)
 
-    @phase("save")
+    @phase("evaluate")
+    def _measure(self, accuracy: Accuracy) -> dict[str, float]:
+        measured = accuracy.measure(self.trainer.sampler)
+        self.interrupt.check()
+        return measured
+
     def save(self) -> None:
         """Start to write a checkpoint; training may go on."""
+        self._save(*self.trainer.schedule.state())
+
+    @phase("save")
+    def _save(self, ahead: dict[str, Any] | None, rollouts: dict[str, Tensor]) -> None:
         state: dict[str, Any] = {
             "data": self.parts.data.state_dict(),
             "budget": self.parts.budget.state_dict(),
@@ -97,8 +109,10 @@ class TrainingRun:
             "accuracy_before": self.accuracy_before,
             "accuracy": self.accuracy_after,
             "unlogged": self.unlogged and self._with_seconds(self.unlogged),
+            "ahead": ahead,
         }
-        self.parts.checkpointer.save(self.trainer.steps_done, self.parts.policy, self.parts.optimizer, state)
+        steps, policy, optimizer = self.trainer.steps_done, self.parts.policy, self.parts.optimizer
+        self.parts.checkpointer.save(steps, policy, optimizer, state, rollouts=rollouts)
         self.saved_at = self.trainer.steps_done
 
     def resume(self) -> bool:
@@ -112,6 +126,8 @@ class TrainingRun:
         self.parts.posterior.load_state_dict(state["posterior"])
         self.accuracy_before, self.accuracy_after = state["accuracy_before"], state["accuracy"]
         self.unlogged = state["unlogged"]
+        if state["ahead"] and self.parts.data.state_dict() == state["data"]:
+            self.trainer.schedule.load_state(state["ahead"], self.parts.checkpointer.rollouts)
         self.trainer.sync_sampler()
         self.clock.take()
         return True

@@ -6,8 +6,10 @@ import random
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 STOP, VOCABULARY = 3, 40
@@ -26,11 +28,19 @@ class FakeServer:
     `faults` are met by its first completions, one each: 500, half (of an answer), cut (off before one), nonsense, fewer
     (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
     The prompt that it `refuses` is answered with 400; `busy` times it does not empty its cache. `delay` is seconds per
-    completion.
+    completion. With `follows` what it makes up depends on the weights in the folder that it was told of last. Requests
+    for several completions wait while `gate` is not set.
     """
 
     def __init__(
-        self, *, faults: Iterable[str] = (), always: str = "none", delay: float = 0.0, dies_at: int = 0, port: int = 0
+        self,
+        *,
+        faults: Iterable[str] = (),
+        always: str = "none",
+        delay: float = 0.0,
+        dies_at: int = 0,
+        port: int = 0,
+        follows: bool = False,
     ) -> None:
         self.faults, self.always, self.delay, self.dies_at = iter(faults), always, delay, dies_at
         self.posts: list[tuple[str, Any]] = []
@@ -38,6 +48,12 @@ class FakeServer:
         self.refuses: list[int] = []
         self.busy = 0
         self.end = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.follows, self.weights = follows, 0
+        self.at_gate: set[int] = set()
+        self.at_gate_when_handed: list[int] = []
+        """How many requests waited whenever weights came."""
         self._connections: set[socket.socket] = set()
         self._http = _QuietServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -46,6 +62,12 @@ class FakeServer:
 
     def asked(self, path: str = "/v1/completions") -> list[Any]:
         return [body for at, body in self.posts if at == path]
+
+    def take_weights(self, folder: str) -> None:
+        self.at_gate_when_handed.append(len(self.at_gate))
+        if self.follows:
+            files = sorted(Path(folder).glob("*.safetensors"))
+            self.weights = zlib.crc32(b"".join(file.read_bytes() for file in files))
 
     def die(self) -> None:
         """Break off every connection and take no more."""
@@ -94,11 +116,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         self.fake.posts.append((self.path, body))
+        if self.path == "/collective_rpc":
+            self.fake.take_weights(body["args"][0])
         if self.path == "/reset_prefix_cache":
             self.fake.busy -= 1
             return self._send({"success": self.fake.busy < 0})
         if self.path != "/v1/completions":
             return self._send({})
+        self.fake.at_gate.add(id(body))
+        while body["n"] > 1 and not self.fake.gate.wait(0.02) and not self.fake.end.is_set():
+            pass
+        self.fake.at_gate.discard(id(body))
         number = len(self.fake.asked())
         if number == self.fake.dies_at:
             return self.fake.die()
@@ -111,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for i in range(body["n"]):
-            ids = made_up(body["prompt"], body["seed"] + i, body["max_tokens"])
+            ids = made_up(body["prompt"], body["seed"] + i + self.fake.weights, body["max_tokens"])
             logprobs = [0.0 if body["top_k"] == 1 else -0.5] * len(ids)
             choices.append({"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logprobs}})
         return {"choices": choices[::-1]}

@@ -72,6 +72,8 @@ RANKS = {
         "plan",
         "parity",
         "report",
+        "saved_rollouts",
+        "schedule",
         "sharing_check",
         "trainer",
         "training_run",

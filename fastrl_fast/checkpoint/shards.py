@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import distributed
 
-WEIGHTS, MOMENTS = "model.", "optimizer."
+WEIGHTS, MOMENTS, ROLLOUTS = "model.", "optimizer.", "rollouts."
 _BLOCK = 1 << 20
 
 
@@ -88,6 +88,13 @@ def whole_weights(folder: Path, ranks: int) -> dict[str, Tensor]:
                 if name.startswith(WEIGHTS):
                     parts.setdefault(name.removeprefix(WEIGHTS), []).append(file.get_tensor(name))
     return {name: torch.cat(tensors) if len(tensors) > 1 else tensors[0] for name, tensors in parts.items()}
+
+
+def rollouts(folder: Path, rank: int) -> dict[str, Tensor]:
+    """What the file of a rank holds of rollouts that were not trained on yet."""
+    with safe_open(folder / file_name(rank), "pt") as file:
+        names = [name for name in file.keys() if name.startswith(ROLLOUTS)]  # noqa: SIM118, it is no dictionary
+        return {name.removeprefix(ROLLOUTS): file.get_tensor(name) for name in names}
 
 
 class _Files:
