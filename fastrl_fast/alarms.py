@@ -74,7 +74,7 @@ def _gap(metrics: Metrics, config: Config) -> bool:
     """Only where the step took one update, of rollouts of the policy itself: once it has moved a gap is no sign of
     anything."""
     itself = metrics["optimizer/updates"] <= 1 and metrics.get("rollout/staleness", 0.0) == 0
-    return itself and metrics["policy/sampler_gap"] > SAMPLER_GAP[config.model.dtype]
+    return itself and metrics.get("policy/sampler_gap", 0.0) > SAMPLER_GAP[config.model.dtype]
 
 
 def _at_ceiling(metrics: Metrics, config: Config) -> bool:
@@ -134,7 +134,7 @@ ALARMS = (
     ),
     Alarm(
         "logprob_above_zero",
-        lambda m, c: m["policy/logprobs_above_zero"] > 0,
+        lambda m, c: m.get("policy/logprobs_above_zero", 0.0) > 0,
         lambda m, c: (
             f"{m['policy/logprobs_above_zero']:.1e} of the trained tokens have a logprob above {ABOVE_ZERO:g}, which "
             "no probability has; the model's head or a kernel is wrong"

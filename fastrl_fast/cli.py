@@ -5,7 +5,9 @@ import difflib
 import json
 import os
 import re
+import select
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterable
@@ -17,9 +19,11 @@ import jsonargparse
 import yaml
 
 from .config import Config
-from .foreign_names import translate
+from .foreign_names import VALUES, translate
 
 DEFAULT_RECIPE = "demo"
+CONFIG_HELP = f"A recipe or a YAML file, by default {DEFAULT_RECIPE}; of several the later ones count."
+STDOUT = 1
 DRY_RUN = "--dry_run"
 """Of train alone: no setting of a run, as it makes none."""
 
@@ -110,8 +114,9 @@ def _check_file(path: Path) -> None:
 
 def _parser(prog: str, about: str) -> jsonargparse.ArgumentParser:
     text = f"{about}Recipes: {', '.join(recipe_names())}."
-    parser = jsonargparse.ArgumentParser(prog=prog, description=text, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="A recipe or a YAML file; may be given several times.")
+    usage = f"{prog} [--config RECIPE_OR_FILE] [--SECTION.SETTING VALUE ...]"
+    parser = jsonargparse.ArgumentParser(prog=prog, usage=usage, description=text, exit_on_error=False)
+    parser.add_argument("--config", action="config", help=CONFIG_HELP)
     parser.add_class_arguments(Config, None)
     return parser
 
@@ -178,7 +183,9 @@ def _one_line(error: Exception) -> str:
     field, value = re.search(r'key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)", text)
     if field is None or value is None or field[1] not in (keys := known_keys()):
         return text
-    return f"{field[1]} must be {_rule(keys[field[1]])}, got {value[1]}"
+    here = VALUES.get((field[1], value[1]))
+    hint = f"; it is called {here!r} here" if here else ""
+    return f"{field[1]} must be {_rule(keys[field[1]])}, got {value[1]}{hint}"
 
 
 def _rule(kind: Any) -> str:
@@ -210,6 +217,21 @@ def _raised_here(error: Exception) -> bool:
     return Path(innermost.f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
+def _tell_torchrun(text: str) -> None:
+    """Have torchrun's own report, under which the line would be lost, end with it: the file that it names to a rank is
+    where it looks for what failed (torch.distributed.elastic.multiprocessing.errors)."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        failure = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": failure}), encoding="utf-8")
+
+
+def _reader_left() -> bool:
+    """Whether it is the standard output that is read no longer, as by `head`, and not a pipe of somebody else's."""
+    watched = select.poll()
+    watched.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Call `main` and exit with its code.
 
@@ -223,7 +245,13 @@ def run(main: Callable[[], int]) -> NoReturn:
             raise
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(f"error: {error}")
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still buffered
+        code = 141
     sys.exit(code)

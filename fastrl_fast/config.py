@@ -52,12 +52,12 @@ class RewardConfig:
     """Reward function that tells right (1) from wrong for budgets, posteriors and pruning by outcome; by default the
     first."""
     overlong_buffer: int = 0
-    """Completions longer than rollout.max_completion_tokens less this lose up to 1, in proportion, at its end (DAPO's
-    overlong shaping); 0 = none."""
+    """In tokens: completions longer than rollout.max_completion_tokens less this lose up to 1, in proportion, at its
+    end (DAPO's overlong shaping); 0 = none."""
     workers: int = 2
     """Grading processes per rank."""
     timeout: float = 10.0
-    """Seconds one answer may take; its worker is then killed and the answer gets 0."""
+    """Seconds that grading one answer may take; its worker is then killed and the answer gets 0."""
 
     def __post_init__(self) -> None:
         named = bool(self.functions) and all(isinstance(name, str) for name in self.functions)
@@ -83,7 +83,7 @@ class UpdatesConfig:
     """How the rollouts of a step become optimizer steps."""
 
     minibatches: int = 1
-    """Optimizer steps per epoch over the rollouts of a step."""
+    """Optimizer steps in one pass over the rollouts of a step."""
     rollouts_per_update: int | None = None
     """Take as many optimizer steps per epoch as it needs for about this many kept rollouts each, instead of
     `minibatches`."""
@@ -125,7 +125,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are scaled down to this Euclidean norm over all weights."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to reach 0 after the last step."""
     warmup_steps: int = 0

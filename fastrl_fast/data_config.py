@@ -26,9 +26,9 @@ class DataConfig:
     image_dir: str | None = None
     """Folder of images that are given by path; by default that of data.path."""
     min_pixels: int | None = None
-    """Smaller images are enlarged to this area; by default the model's own limit."""
+    """Smaller images are enlarged to this area, in pixels; by default the model's own limit."""
     max_pixels: int | None = None
-    """Larger images are shrunk to this area; by default the model's own limit."""
+    """Larger images are shrunk to this area, in pixels; by default the model's own limit."""
     system_prompt: str | None = None
     """System message put before every question (needs a chat template)."""
     instruction: str = ""
@@ -36,7 +36,7 @@ class DataConfig:
     chat_template: bool = True
     """Apply the tokenizer's chat template; off: the question is the prompt, as it is."""
     max_prompt_tokens: int = 2048
-    """Prompts longer than this are dropped and counted."""
+    """Prompts of more tokens than this, template included, are left out and counted."""
     shuffle: bool = True
     """Visit the prompts in a new order each epoch (a function of the seed and the epoch)."""
 

@@ -4,6 +4,7 @@ cannot work.
 It imports nothing at the top but the standard library: it is there for machines on which imports fail.
 """
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -34,6 +35,8 @@ class Finding:
 
 
 def main() -> int:
+    about = "Check what this machine has, and that it works; exit code 1 where training cannot."
+    argparse.ArgumentParser(prog="fastrl_fast.doctor", description=about).parse_args()
     findings = [(name, _safely(check)) for name, check in CHECKS.items()]
     for name, finding in findings:
         print(f"{finding.verdict:3}  {name:16} {finding.text}")

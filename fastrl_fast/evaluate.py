@@ -27,7 +27,8 @@ def main() -> int:
     if run is not None:
         run_folder.load_settings(run)
         argv = ["--config", str(run / run_folder.CONFIG_FILE), *argv]
-    config, _ = cli.parse(argv, prog="fastrl_fast.evaluate")
+    about = "With RUN_DIR its settings, and the weights of its newest checkpoint; the held-out data is eval.path. "
+    config, _ = cli.parse(argv, prog="fastrl_fast.evaluate [RUN_DIR]", about=about)
     device = distributed.start()
     try:
         result = evaluate(config, run, device)
@@ -45,7 +46,7 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
     """Measure the run's newest weights, or the config's model. Raises ValueError where no held-out data is
     configured."""
     if config.eval.path is None:
-        raise ValueError("eval.path must name held-out data, got None")
+        raise ValueError("eval.path must name held-out data, got None: give --eval.path FILE")
     path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(path, config.model)
     images = load_images(path, tokenizer, config.model, config.data)

@@ -2,11 +2,12 @@
 folder."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from . import cli, run_folder
 from .builtin import resolve_model
-from .checkpoint import load_weights
+from .checkpoint import choose, load_weights
 from .file_modes import open_weights
 from .model import save_pretrained
 
@@ -17,13 +18,15 @@ def main() -> int:
     parser.add_argument("out_dir", type=Path, help="folder to write, which must not exist or be empty")
     parser.add_argument("--best", action="store_true", help="the checkpoint that was best on held-out prompts")
     args = parser.parse_args()
-    export(args.run_dir, args.out_dir, best=args.best)
-    print(f"wrote {args.out_dir}")
+    checkpoint = export(args.run_dir, args.out_dir, best=args.best)
+    out, size = str(args.out_dir), sum(file.stat().st_size for file in args.out_dir.iterdir())
+    print(f"wrote {shlex.quote(out)}: the weights of {checkpoint} in float32 and the tokenizer, {size / 1e9:.3g} GB")
+    print(f"next: from_pretrained({out!r}) of transformers, or vllm serve {shlex.quote(out)}")
     return 0
 
 
-def export(run: Path, out: Path, *, best: bool = False) -> None:
-    """Write weights, configuration and tokenizer.
+def export(run: Path, out: Path, *, best: bool = False) -> Path:
+    """Write weights, configuration and tokenizer, and return the checkpoint that they are of.
 
     Raises ValueError where `out` holds files, or `run` is no run or has no checkpoint.
     """
@@ -34,6 +37,7 @@ def export(run: Path, out: Path, *, best: bool = False) -> None:
     weights = load_weights(run / "checkpoints", best=best)
     save_pretrained(resolve_model(config.model.path), weights, out, config.model)
     open_weights(out)
+    return choose(run / "checkpoints", best=best)
 
 
 if __name__ == "__main__":

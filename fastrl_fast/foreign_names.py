@@ -144,6 +144,17 @@ OPENRLHF = {
 }
 """OpenRLHF's command-line flags -> ours."""
 
+VALUES = {
+    ("loss.kind", "bnpo"): "dapo",
+    ("advantage.preset", "group"): "trl",
+    ("advantage.preset", "none"): "dr_grpo",
+    ("advantage.preset", "grpo"): "verl",
+    ("optimizer.schedule", "constant_with_warmup"): "constant",
+    ("model.dtype", "bf16"): "bfloat16",
+    ("model.dtype", "fp32"): "float32",
+}
+"""(Setting, value of another trainer) -> the value here."""
+
 
 def translate(key: str) -> str | None:
     """Return our name of another trainer's setting, or None; `key` may carry that trainer's section prefixes."""

@@ -4,7 +4,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from .rewards import Grader, Handle
-from .types import Group, Prompt
+from .types import Group, Prompt, Rollout
 
 PARTS = 8
 """Groups are handed over in about this many lots: a call for each one would cost reward functions their batches."""
@@ -78,3 +78,11 @@ def grading_columns(
             rows.append(group.prompt.columns | sampled)
     names = sorted({name for row in rows for name in row} | (known if rows else set()))
     return prompts, completions, {name: [row.get(name) for row in rows] for name in names}
+
+
+def empty_columns(prompts: list[Prompt]) -> dict[str, list[Any]]:
+    """The columns that reward functions get for rollouts of these prompts, of which there must be one, without any
+    values: enough to tell which are missing."""
+    known = {name for prompt in prompts for name in prompt.columns}
+    _, _, columns = grading_columns([Group(prompts[0], [Rollout([], [], "stop")])], known)
+    return {name: [] for name in columns}

@@ -1,5 +1,6 @@
 """Memory of one rank before anything is loaded: what a config and a model's sizes say about the peak."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,7 @@ def estimate_memory(
     several_microbatches: bool = True,
     device: str = "cuda",
     tokens: int | None = None,
+    decoded: float = math.inf,
     patches: float = 0.0,
     step_patches: float = 0.0,
 ) -> Memory:
@@ -118,7 +120,8 @@ def estimate_memory(
     for AdamW, 4 P / R for a reference; the local sampler's whole copy b P and its cache; FSDP2's whole tables (its root
     keeps them from forward to backward) and two layers. With several micro-batches in an update gradients are reduced
     with the last one alone, and until then every rank holds all of them whole: 4 P; with updates.reduce_gradients
-    microbatch only those of what is gathered. A micro-batch has `tokens`, by default as many as it may have, and each
+    microbatch only those of what is gathered. The cache has room for the `decoded` tokens of a rank, and at most for
+    rollout.tokens_per_batch. A micro-batch has `tokens`, by default as many as it may have, and each
     is a target. Of images: the float32 pixels of a rank's `step_patches`, and what the tower keeps of the `patches` of
     one micro-batch, where it is trained; a frozen one has no gradients and no moments. What a vLLM engine takes of the
     same GPU is its own setting, and not counted.
@@ -151,7 +154,7 @@ def estimate_memory(
         activations=tokens * _activation_bytes(size, width, checkpointing=checkpointing),
         images=images,
         head=_head_bytes(size, width, tokens) + LOGIT_CHUNK[device],
-        cache=config.rollout.tokens_per_batch * size.layers * 2 * size.keys * width if local else 0.0,
+        cache=min(decoded, config.rollout.tokens_per_batch) * size.layers * 2 * size.keys * width if local else 0.0,
     )
 
 

@@ -140,7 +140,7 @@ class PruneConfig:
     ngram: int = 1
     """Tokens in a row that jaccard compares, 1 to 4; 1 as in the authors' code."""
     tau: float = 0.8
-    """Smallest distance, 1 - similarity, at which two rollouts of one class both stay."""
+    """Smallest distance, 1 - similarity and so from 0 to 1, at which two rollouts of one class both stay."""
     keep_fraction: float = 0.5
     """Share of a group that maxmin, dpp, match, random, cppo and pods keep at most, of a step under cppo_batch; chance
     of a rollout with a small advantage under dppo."""

@@ -3,7 +3,6 @@
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,11 +12,13 @@ from .accuracy import held_out_prompts
 from .builtin import resolve_model
 from .config import BudgetConfig, Config
 from .data import PromptData
+from .grading import empty_columns
 from .memory import Memory, ModelSize, estimate_memory
 from .method_config import ARS, STAGED
 from .model import load_tokenizer
 from .packing import ModelShape, microbatch_flops, microbatch_tower_flops, sharing_limit, to_train_group
 from .rewards.registry import build
+from .rules import require
 from .savings import Passes, flop_sums
 from .tables import build_console, print_line, print_table
 from .types import Group, Prompt, Rollout
@@ -42,7 +43,7 @@ FORMULAS = {
     ),
     "images": ("images", "4 x values of a step's patches; what the trained tower keeps of a micro-batch's"),
     "head": ("the loss", "8 H T, the gradients of head and embedding, one chunk of logits"),
-    "cache": ("keys and values", "2 L K b rollout.tokens_per_batch"),
+    "cache": ("keys and values", "2 L K b rollout.tokens_per_batch, or the tokens of all rollouts where they are less"),
     "total": ("at most", "all but the smaller of the update's part and keys and values"),
 }
 """Fields of memory.Memory in words, and as memory.estimate_memory computes them."""
@@ -59,8 +60,10 @@ class Plan:
     """All prompts of the data."""
     first: list[Prompt]
     """Those of the first step, in the run's order."""
+    answer_column: str | None
+    """Column of the data that rewards get as `answer`."""
     dropped: int
-    held_out: int
+    held_out: list[Prompt]
 
     @classmethod
     def read(cls, config: Config) -> "Plan":
@@ -74,7 +77,7 @@ class Plan:
         for checked in (prompts, held_out):
             _check_rewards(config, checked)
         size = _model_size(path, config)
-        return cls(config, size, tokenizer, prompts, first, data.dropped_overlong, len(held_out))
+        return cls(config, size, tokenizer, prompts, first, data.answer_column, data.dropped_overlong, held_out)
 
     @property
     def steps(self) -> int:
@@ -90,15 +93,18 @@ class Plan:
         """Tokens of the largest micro-batch: updates.tokens_per_microbatch, or all that a step can have."""
         config, budget = self.config, self.config.budget
         group = budget.max_group_size if budget.kind in (*STAGED, "knapsack") else budget.group_size
-        lengths = {len(prompt.token_ids) for prompt in self.prompts}
-        prompts = max(length * self._prompts_computed(length, group) for length in lengths)
-        row = prompts + group * config.rollout.max_completion_tokens
-        return min(config.updates.tokens_per_microbatch, config.data.prompts_per_step * row)
+        row = max(self._row_tokens(length, group) for length in {len(prompt.token_ids) for prompt in self.prompts})
+        return min(config.updates.tokens_per_microbatch, config.data.prompts_per_step * int(row))
 
-    def _prompts_computed(self, prompt: int, group: int) -> int:
-        """How often a group's prompt of this many tokens is laid down before completions of full length."""
+    def _row_tokens(self, prompt: float, group: int) -> float:
+        """Of a group of this size, its prompt of so many tokens included."""
+        return prompt * self._copies(prompt, group) + group * self.config.rollout.max_completion_tokens
+
+    def _copies(self, prompt: float, group: int) -> int:
+        """How often the prompt of a group, of so many tokens, is computed before completions of full length."""
         longest = math.inf if self.config.updates.share_prompts else 0.0
-        return 1 if sharing_limit(prompt, [self.config.rollout.max_completion_tokens] * group, longest) else group
+        limit = sharing_limit(round(prompt), [self.config.rollout.max_completion_tokens] * group, longest)
+        return 1 if limit else group
 
     def memory(self, ranks: int) -> Memory:
         """Of one rank, had no rollout been dropped and every completion its full length."""
@@ -117,18 +123,26 @@ class Plan:
             several_microbatches=several,
             device=device,
             tokens=self.microbatch_tokens,
+            decoded=self._decoded_tokens(ranks),
             patches=patches,
             step_patches=step_patches / ranks,
         )
 
+    def _decoded_tokens(self, ranks: int) -> float:
+        """What the rollouts of a rank, or its held-out ones, have when all are complete, each padded to the longest."""
+        if self.config.budget.filter:
+            return math.inf  # for prompts that were filtered out others are drawn, more than are missing
+        rollouts = max(self.rollouts, len(self.held_out) * self.config.eval.samples)
+        longest = max(len(prompt.token_ids) for prompt in (*self.prompts, *self.held_out))
+        return math.ceil(rollouts / ranks) * (longest + self.config.rollout.max_completion_tokens)
+
     def _patches(self, prompt_tokens: float) -> tuple[float, float]:
         """Patches of a full micro-batch, at least those of the largest prompt, and of all micro-batches of a step."""
         counts = [sum(picture.patches for picture in prompt.pictures) for prompt in self.prompts]
-        mean, group, limit = sum(counts) / len(counts), self.config.budget.group_size, self.config.rollout
-        computed = self._prompts_computed(round(prompt_tokens), group)
-        row = computed * prompt_tokens + group * limit.max_completion_tokens
-        full = self.microbatch_tokens / row * computed * mean
-        return max(full, *counts), self.config.data.prompts_per_step * computed * mean
+        group, groups = self.config.budget.group_size, self.config.data.prompts_per_step
+        fit = min(self.config.updates.tokens_per_microbatch / self._row_tokens(prompt_tokens, group), groups)
+        patches = self._copies(prompt_tokens, group) * sum(counts) / len(counts)
+        return max(fit * patches, *counts), groups * patches
 
     def flops(self) -> tuple[dict[str, float], float]:
         """FLOPs of a step by phase, had no rollout been dropped and every completion its full length, and the vision
@@ -158,8 +172,11 @@ class Plan:
 
 
 def total_steps(config: Config, *, prompts: int) -> int:
-    """Steps of a whole run over this many prompts."""
-    return config.max_steps or config.epochs * prompts // config.data.prompts_per_step
+    """Steps of a whole run over this many prompts. Raises ValueError where one beyond them is to be profiled."""
+    steps = config.max_steps or config.epochs * prompts // config.data.prompts_per_step
+    last = max(config.log.profile_steps, default=0)
+    require(last <= steps, "log.profile_steps", f"steps of this run, 1 to {steps}", config.log.profile_steps)
+    return steps
 
 
 def show(config: Config, recipe: str) -> int:
@@ -170,8 +187,8 @@ def show(config: Config, recipe: str) -> int:
         print_table(console, ["plan", ""], _lines(plan, recipe), left=2)
         _show_memory(plan, console)
         for prompt in plan.first[:PROMPTS_SHOWN]:
-            answer = prompt.columns.get("answer")
-            print_line(console, f"prompt {prompt.id}, {len(prompt.token_ids)} tokens, answer {answer!r}:", "bold cyan")
+            answer = f", {plan.answer_column} {prompt.columns['answer']!r}" if plan.answer_column else ""
+            print_line(console, f"prompt {prompt.id}, {len(prompt.token_ids)} tokens{answer}:", "bold cyan")
             print_line(console, str(plan.tokenizer.decode(prompt.token_ids)))
         print_line(console, "nothing was started or written", "bold")
     return 0
@@ -195,15 +212,21 @@ def _lines(plan: Plan, recipe: str) -> list[list[str]]:
         ["TFLOP per step", f"at most {_flops(plan)}"],
         ["method", f"prune {config.prune.method}, loss {config.loss.kind}, advantage {config.advantage.preset}"],
         ["updates per step", _updates(config)],
-        ["rewards", ", ".join(f"{term.weight:g} {term.name}" for term in config.reward.terms)],
+        ["rewards", ", ".join(f"{term.weight:g} x {term.name}" for term in config.reward.terms)],
+        ["columns for the rewards", _columns(plan)],
         ["checkpoints", f"{12 * size.parameters / 2**30:.3g} GiB each (12 P), {config.checkpoint.keep} are kept"],
         ["run folder", config.run_dir or f"runs/{recipe}-HASH"],
     ]
     if plan.held_out:
         often = f", every {config.eval.every} steps" if config.eval.every else ""
-        what = f"{plan.held_out} prompts x {config.eval.samples}, before and after{often}"
+        what = f"{len(plan.held_out)} prompts x {config.eval.samples}, before and after{often}"
         lines.insert([name for name, _ in lines].index("steps"), ["held out", f"{config.eval.path}: {what}"])
     return lines
+
+
+def _columns(plan: Plan) -> str:
+    answer = "answer" if plan.answer_column in ("answer", None) else f"answer (the data's {plan.answer_column})"
+    return ", ".join(answer if name == "answer" else name for name in empty_columns(plan.prompts))
 
 
 def _images(plan: Plan) -> list[list[str]]:
@@ -264,11 +287,9 @@ def _check_rewards(config: Config, prompts: list[Prompt]) -> None:
     """Load each reward here, and look for the columns that it needs. Raises ValueError."""
     if not prompts:
         return
-    known = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    columns: dict[str, list[Any]] = {name: [] for name in (*known, "completion_ids", "finish_reason")}
     for term in config.reward.terms:
         try:
-            build(term.name).columns(columns)
+            build(term.name).columns(empty_columns(prompts))
         except ValueError as error:
             raise ValueError(f"reward.functions: {error}") from error
 

@@ -144,9 +144,10 @@ MEANS = ("prune/fidelity", "groups/effective_size", "rollouts/kept_fraction")
 
 
 def means(metrics_file: Path) -> dict[str, float]:
-    """The run's means over steps of `MEANS`, read from its metrics.jsonl."""
+    """The run's means of `MEANS` over the steps that have them, read from its metrics.jsonl."""
     steps = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    return {name: math.fsum(step[name] for step in steps) / len(steps) for name in MEANS} if steps else {}
+    values = {name: [step[name] for step in steps if step.get(name) is not None] for name in MEANS}
+    return {name: math.fsum(found) / len(found) for name, found in values.items() if found}
 
 
 def totals(metrics_file: Path) -> dict[str, float]:

@@ -61,7 +61,8 @@ AS_THEY_ARE = ("dropped/", "dropped_tokens/", "flops/", "flops_saved/", "flops_s
 
 
 def step_metrics(sums: dict[str, float], terms: Sequence[RewardTerm]) -> dict[str, float]:
-    """Means and shares by their public names, from sums over all ranks."""
+    """Means and shares by their public names, from sums over all ranks; what is a mean over trained tokens or groups is
+    left out where there were none."""
     rewards, generated = _ratio(sums["reward"], sums["graded"]), sums["generated"]
     variance = _ratio(sums["reward_square"], sums["graded"]) - rewards**2
     metrics = {
@@ -69,8 +70,6 @@ def step_metrics(sums: dict[str, float], terms: Sequence[RewardTerm]) -> dict[st
         "reward/std": math.sqrt(max(variance, 0.0)),
         "groups/count": sums["groups"],
         "groups/dead": sums["groups_dead"],
-        "groups/effective_size": _ratio(sums["kept"], sums["groups_kept"]),
-        "prune/fidelity": _ratio(sums["fidelity"], sums["alive_kept"]),
         "rollouts/generated": generated,
         "rollouts/graded": sums["graded"],
         "rollouts/kept": sums["kept"],
@@ -85,10 +84,12 @@ def step_metrics(sums: dict[str, float], terms: Sequence[RewardTerm]) -> dict[st
     }
     metrics |= {f"reward/{t.name}": _ratio(sums[f"reward/{t.name}"], sums[f"graded/{t.name}"]) for t in terms}
     metrics |= {name: value for name, value in sums.items() if name.startswith(AS_THEY_ARE)}
-    tokens = sums["update_tokens"]
-    for name, key in UPDATE_MEANS.items():
-        if key in sums:
-            metrics[name] = _ratio(sums[key], tokens)
+    if sums["groups_kept"]:
+        metrics["groups/effective_size"] = sums["kept"] / sums["groups_kept"]
+    if sums["alive_kept"]:
+        metrics["prune/fidelity"] = sums["fidelity"] / sums["alive_kept"]
+    if tokens := sums["update_tokens"]:
+        metrics |= {name: sums[key] / tokens for name, key in UPDATE_MEANS.items() if key in sums}
     return metrics
 
 
@@ -113,6 +114,7 @@ def rollout_records(groups: list[Group], step: int) -> list[dict[str, Any]]:
             "step": step,
             "prompt_id": group.prompt.id,
             "prompt": group.prompt.text,
+            "answer": group.prompt.columns.get("answer"),
             "completion": rollout.text,
             "tokens": len(rollout.completion_ids),
             "finish_reason": rollout.finish_reason,

@@ -1,6 +1,7 @@
 """`torchrun -m fastrl_fast.train [--config NAME_OR_FILE] [--section.field VALUE ...]`: train a model with group-based
 RL."""
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from .builtin import resolve_model
 from .checkpoint import Checkpointer
 from .config import Config
 from .data import PromptData
-from .grading import grading_columns
+from .grading import empty_columns
 from .interrupt import Interrupted
 from .metrics import RunLog, check_trackers
 from .model import build_policy, frozen_copy, load_causal_lm, load_tokenizer, sampler_copy
@@ -27,7 +28,7 @@ from .rewards import Grader
 from .rollout import EngineSampler, Sampler, build_engine, build_sampler
 from .trainer import Parts, Trainer
 from .training_run import TrainingRun
-from .types import Group, ImageReader, Prompt, Rollout
+from .types import ImageReader, Prompt
 from .vision import barred_tokens, load_images
 
 
@@ -101,9 +102,7 @@ def load_inputs(config: Config, grader: Grader) -> Inputs:
 def _check_columns(grader: Grader, prompts: list[Prompt]) -> None:
     """Raise ValueError for a column that a reward needs and no row of the data has: grading nothing finds out."""
     if prompts:
-        known = {name for prompt in prompts for name in prompt.columns}
-        _, _, columns = grading_columns([Group(prompts[0], [Rollout([], [], "stop")])], known)
-        grader.grade([], [], {name: [] for name in columns})
+        grader.grade([], [], empty_columns(prompts))
 
 
 def build_parts(
@@ -205,7 +204,10 @@ def _finish(training: TrainingRun, folder: Path, log: RunLog) -> None:
     run_folder.write_summary(folder, summary)
     for name in (name for name in before if name in after and name != "ungraded"):
         log.say(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
-    log.say(f"run folder: {folder}")
+    named = shlex.quote(str(folder))
+    log.say(f"wrote {named}: {', '.join(name for name in run_folder.OWN if (folder / name).exists())}")
+    log.say(f"next: python -m fastrl_fast.report {named}")
+    log.say(f"      python -m fastrl_fast.export {named} OUT_FOLDER")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class TrainingRun:
             if isinstance(self.parts.sampler, EngineSampler):
                 self.trainer.sync_sampler()  # a server may have the weights of another run
             self.accuracy_before = self.evaluate()
+            self._say_accuracy()
             self.clock.take()
         while self.trainer.steps_done < self.trainer.total_steps or self.unlogged is not None:
             if self.unlogged is None:
@@ -64,6 +65,12 @@ class TrainingRun:
             self._end_step(self.unlogged)
         if not self.accuracy_after:
             self.accuracy_after = self.evaluate()
+
+    def _say_accuracy(self) -> None:
+        """A sign of life too: the first step may take minutes more."""
+        if self.parts.log and self.accuracy_before:
+            shown = ", ".join(f"{k} {v:.3f}" for k, v in self.accuracy_before.items() if k != "ungraded")
+            self.parts.log.say(f"held-out before the first step: {shown}")
 
     def _step(self) -> dict[str, float]:
         number, log = self.trainer.steps_done + 1, self.parts.log

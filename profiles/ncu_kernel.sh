@@ -11,20 +11,10 @@
 #   OUT=profiles   where ncu_rankR_stepN.ncu-rep and ncu_rankR_stepN.csv go; summarize.py reads the second
 #   DRY_RUN=1      print the commands and stop
 set -euo pipefail
-ranks=${RANKS:-0} step=${STEP:-3} out=${OUT:-profiles} rank=${RANK:-0} count=${COUNT:-20}
-[[ $step =~ ^[1-9][0-9]*$ ]] || { echo "STEP must be a step from 1, got $step" >&2; exit 2; }
-[[ $count =~ ^[1-9][0-9]*$ ]] || { echo "COUNT must be a number from 1, got $count" >&2; exit 2; }
-[[ $ranks =~ ^[0-9]+(,[0-9]+)*$ ]] || { echo "RANKS must be ranks separated by commas, got $ranks" >&2; exit 2; }
-do_or_show() { if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
+. "$(dirname "$0")/chosen_rank.bash"
+count=${COUNT:-20}
+[[ $count =~ ^[1-9][0-9]*$ ]] || refuse "COUNT must be a number from 1, got $count"
 
-train=("${PYTHON:-python3}" -m fastrl_fast.train "$@")
-if [[ ",$ranks," != *",$rank,"* ]]; then
-  do_or_show "${train[@]}"
-  exit
-fi
-[ -n "${DRY_RUN:-}" ] || command -v ncu >/dev/null || { echo "ncu is not on PATH" >&2; exit 2; }
-report=$out/ncu_rank${rank}_step$step
-mkdir -p "$out"
 # --clock-control none: times at the clocks that the run has, not at the base clock that ncu sets by default.
 do_or_show ncu --export "$report" --force-overwrite --clock-control none --target-processes all \
   --nvtx --nvtx-include "fastrl_fast@step $step" --kernel-name "regex:${KERNEL:-.*}" --launch-count "$count" \

@@ -9,19 +9,8 @@
 #   OUT=profiles where nsys_rankR_stepN.nsys-rep and its tables nsys_rankR_stepN_*.csv go; summarize.py reads these
 #   DRY_RUN=1    print the commands and stop
 set -euo pipefail
-ranks=${RANKS:-0} step=${STEP:-3} out=${OUT:-profiles} rank=${RANK:-0}
-[[ $step =~ ^[1-9][0-9]*$ ]] || { echo "STEP must be a step from 1, got $step" >&2; exit 2; }
-[[ $ranks =~ ^[0-9]+(,[0-9]+)*$ ]] || { echo "RANKS must be ranks separated by commas, got $ranks" >&2; exit 2; }
-do_or_show() { if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
+. "$(dirname "$0")/chosen_rank.bash"
 
-train=("${PYTHON:-python3}" -m fastrl_fast.train "$@")
-if [[ ",$ranks," != *",$rank,"* ]]; then
-  do_or_show "${train[@]}"
-  exit
-fi
-[ -n "${DRY_RUN:-}" ] || command -v nsys >/dev/null || { echo "nsys is not on PATH" >&2; exit 2; }
-report=$out/nsys_rank${rank}_step$step
-mkdir -p "$out"
 # nsys listens for registered names alone unless told otherwise; the run goes on when the step has been recorded.
 do_or_show nsys profile --output "$report" --force-overwrite true --trace cuda,nvtx,cublas,osrt --sample none \
   --capture-range nvtx --nvtx-capture "step $step@fastrl_fast" --capture-range-end stop \

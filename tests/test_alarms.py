@@ -127,4 +127,4 @@ def test_a_run_tells_its_console_and_its_metrics(tmp_path, capsys, process_group
     assert written.count('"alarm/truncation": 1.0') == 4
     assert written.count('"alarm/same_reward": 1.0') == 2
     assert written.count('"grader/timeouts": 0.0') == 4
-    assert written.count('"policy/logprobs_above_zero": 0.0') == 4
+    assert written.count('"alarm/logprob_above_zero": 0.0') == 4

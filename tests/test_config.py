@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fastrl_fast import cli, foreign_names, plain_yaml
 from fastrl_fast.config import Config
@@ -317,6 +318,14 @@ def test_every_translation_is_a_setting():
         assert not set(table) & settings
 
 
+@pytest.mark.parametrize(("setting", "value"), foreign_names.VALUES)
+def test_a_value_of_another_trainer_is_answered_with_ours(setting, value):
+    here = foreign_names.VALUES[setting, value]
+    assert mistake(f"--{setting}", value).endswith(f", got {value}; it is called {here!r} here")
+    section, name = setting.split(".")
+    assert getattr(getattr(parse(f"--{setting}", here), section), name) == here
+
+
 def test_sections_want_a_mapping(file):
     assert "'loss' is a section" in mistake("--config", file(BASE + "loss: 3\n"))
     assert "'loss' is a section" in mistake("--config", file(BASE + "loss:\n"))
@@ -396,6 +405,18 @@ def test_only_rank_0_speaks(capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         cli.run(lambda: cli.recipe_path("a/b"))
     assert end.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_torchruns_own_report_ends_with_the_mistake(tmp_path, monkeypatch, capsys):
+    """Read by torch as torchrun does."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        cli.run(lambda: cli.recipe_path("a/b"))
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    *_, said, border = ChildFailedError("train", {1: failure}).format_msg().splitlines()
+    assert said.split(" : ", 1)[1].startswith("error: --config: ") and set(border) == {"="}
+    assert capsys.readouterr().err == ""
 
 
 def test_a_mistake_is_told_before_anything_is_loaded(tmp_path):

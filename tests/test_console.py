@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from fastrl_fast import __version__, console
+from fastrl_fast import __version__, cli, console
 from fastrl_fast.tables import build_console, print_line, print_table, visible
 
 
@@ -54,6 +54,28 @@ def test_mistakes_are_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "shtab" else find(name))
     assert run(monkeypatch, "completion", "bash") == 2
     assert "pip install 'fastrl_fast[completion]'" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback() -> None:
+    command = [sys.executable, "-c", "from fastrl_fast import cli; cli.run(lambda: print('x' * 10**6) or 0)"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(3) == b"xxx"
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_another_broken_pipe_is_a_defect() -> None:
+    def breaks() -> int:
+        raise BrokenPipeError("a worker's")
+
+    with pytest.raises(BrokenPipeError):
+        cli.run(breaks)
+
+
+def test_the_doctor_has_a_help_too(monkeypatch, capsys) -> None:
+    assert run(monkeypatch, "doctor", "--help") == 0
+    assert "exit code 1" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_any_command_without_a_traceback(monkeypatch, capsys) -> None:

@@ -20,6 +20,11 @@ from fastrl_fast.ops import _lib
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["doctor"])
+
+
 def test_a_machine_that_passes_these_tests_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     lines = capsys.readouterr().out.splitlines()

@@ -216,7 +216,7 @@ def rollout(tokens: int, rewards: tuple, reward: float, drop_reason: str = "", f
 def groups() -> list[Group]:
     return [
         Group(
-            Prompt("a", [1, 2, 3], "ask", {}),
+            Prompt("a", [1, 2, 3], "ask", {"answer": "42"}),
             [
                 rollout(4, (1.0, 1.0), 1.5),
                 rollout(2, (0.0, 1.0), 0.5, SIMILAR),
@@ -281,7 +281,8 @@ def test_nothing_graded_and_nothing_trained_is_no_division_by_zero(process_group
     updates = {"loss": torch.tensor(0.0), "update_tokens": torch.tensor(0.0), "kl": torch.tensor(0.0)}
     metrics = step_report.step_metrics(step_report.add_up(sums, updates), TERMS)
     assert all(value == 0.0 for value in metrics.values())
-    assert "policy/kl" in metrics and "policy/entropy" not in metrics
+    for mean in ("policy/kl", "prune/fidelity", "groups/effective_size"):
+        assert mean not in metrics, "a mean over nothing is no number, least of all 0"
 
 
 def test_ranks_add_up(groups, process_group, monkeypatch):
@@ -302,6 +303,7 @@ def test_records_tell_the_fate_of_every_rollout(groups):
         "step": 3,
         "prompt_id": "a",
         "prompt": "ask",
+        "answer": "42",
         "completion": "ttt",
         "tokens": 3,
         "finish_reason": "length",

@@ -104,6 +104,21 @@ def test_prompts_are_shown_as_the_model_gets_them() -> None:
     assert made.first == plan.PromptData(config.data, made.tokenizer, seed=0).next_prompts(4)
 
 
+def test_the_answer_has_the_name_that_it_has_in_the_data(tmp_path: Path, monkeypatch, capsys) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Name the first number of 1, 2:", "result": 1}\n' * 4)
+    fair = tmp_path / "mine.py"
+    fair.write_text("def fair(completions, **columns):\n    return [1.0] * len(completions)\n")
+    args = [f"--data.path={path}", "--data.prompts_per_step=4", f"--reward.functions={{'{fair}:fair': 1.0}}"]
+    assert dry(monkeypatch, *args, "--eval.path=null", "--data.answer_column=result") == 0
+    out = capsys.readouterr().out
+    assert " tokens, result '1':" in out
+    given = "answer (the data's result), completion_ids, finish_reason, result"
+    assert dict(map(_row, out.splitlines()))["columns for the rewards"] == given
+    assert dry(monkeypatch, *args, "--eval.path=null") == 0
+    assert " tokens:" in capsys.readouterr().out
+
+
 def test_a_dry_run_finds_what_the_run_would_stumble_over(nothing_starts: Path, monkeypatch, capsys) -> None:
     def line(*args: str) -> str:
         small = ("--data.path=demo:train?size=64", "--eval.path=demo:heldout?size=16")
@@ -128,6 +143,7 @@ def test_a_dry_run_finds_what_the_run_would_stumble_over(nothing_starts: Path, m
     assert "model.path" in line("--model.path=no/such/folder")
     assert "data.path" in line("--data.path=missing.jsonl")
     assert "data.prompts_per_step" in line("--data.prompts_per_step=100000")
+    assert "steps of this run, 1 to 4" in line("--max_steps=4", "--log.profile_steps=[5]")
     assert (
         dry(monkeypatch, f"--reward.functions={{'{mine}:fair': 1.0}}", f"--data.path={rows}", "--eval.path=null") == 0
     )
@@ -199,6 +215,21 @@ def test_prompts_too_short_to_be_shared_are_planned_for_every_rollout() -> None:
     assert shared.microbatch_tokens == apart.microbatch_tokens
     assert shared.memory(1) == apart.memory(1)
     assert shared.flops() == apart.flops()
+
+
+def test_the_cache_has_room_for_no_more_than_is_sampled() -> None:
+    """16 rollouts, or more held-out ones, over the ranks."""
+    made = _with()
+    longest = max(len(prompt.token_ids) for prompt in made.prompts)
+    assert made.memory(1).cache == made.memory(4).cache * 4
+    token = made.memory(1).cache / (16 * (longest + 24))
+    sampler = RolloutConfig(max_completion_tokens=24, tokens_per_batch=100)
+    assert _with(rollout=sampler).memory(1).cache == 100 * token
+    held_out = _with(eval=EvalConfig(path="demo:heldout?size=16", samples=2))
+    longest = max(len(prompt.token_ids) for prompt in (*held_out.prompts, *held_out.held_out))
+    assert held_out.memory(1).cache == 32 * (longest + 24) * token
+    filtered = _with(budget=BudgetConfig(group_size=4, filter=True))
+    assert filtered.memory(1).cache == SMALL.rollout.tokens_per_batch * token
 
 
 def test_the_formulas_name_every_part() -> None:

@@ -184,7 +184,7 @@ def test_scripts_profile_the_chosen_rank_and_step_alone(script: Path, tmp_path: 
     assert ("--clock-control none" in first) == (tool == "ncu")
     other = run(script, RANK="1", RANKS="0,2")
     assert other.stdout.strip() == "python3 -m fastrl_fast.train --max_steps 4"
-    for wrong in ({"STEP": "0"}, {"RANKS": "all"}):
+    for wrong in ({"STEP": "0"}, {"RANKS": "all"}, *([{"COUNT": "0"}] if tool == "ncu" else [])):
         refused = run(script, **wrong)
         assert refused.returncode == 2 and next(iter(wrong)) in refused.stderr
 
@@ -192,7 +192,8 @@ def test_scripts_profile_the_chosen_rank_and_step_alone(script: Path, tmp_path: 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script: Path) -> None:
-    done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+    command = ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

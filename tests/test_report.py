@@ -121,7 +121,9 @@ def test_the_page_has_the_numbers_of_the_run(finished: Path, tmp_path: Path, one
     assert float(page.row("reward, start")[0]) == pytest.approx(sum(s["reward/mean"] for s in steps[:2]) / 2)
     assert float(page.row("reward, end")[0]) == pytest.approx(sum(s["reward/mean"] for s in steps[2:]) / 2)
     assert float(page.row("held-out pass@4, latest")[0]) == steps[-1]["eval/pass@4"]
-    assert float(page.row("KL to the reference")[0]) == pytest.approx(sum(s["policy/kl"] for s in steps) / STEPS)
+    assert float(page.row("KL to the reference in nats")[0]) == pytest.approx(
+        sum(s["policy/kl"] for s in steps) / STEPS
+    )
     dead, count = (sum(s[name] for s in steps) for name in ("groups/dead", "groups/count"))
     assert float(page.row("dead groups")[0]) == pytest.approx(dead / count)
     assert f"finished after {STEPS} steps" in page.text
@@ -195,7 +197,12 @@ def test_nothing_in_a_run_can_act_on_the_page(folder: Path) -> None:
     """Tags, quotes, template marks, TeX, control characters and half characters from every place data comes from."""
     rollouts = records(folder / "rollouts.jsonl")[:4]
     for rollout in rollouts:
-        rollout |= {"prompt": NASTY + "\x00\x1b[31m", "completion": NASTY + "\ud800", "drop_reason": NASTY}
+        rollout |= {
+            "prompt": NASTY + "\x00\x1b[31m",
+            "answer": NASTY,
+            "completion": NASTY + "\ud800",
+            "drop_reason": NASTY,
+        }
         rollout |= {"kept": False, "rewards": {NASTY: 1.0}}
     rollouts[-1] |= {"reward": float("nan"), "advantage": None}
     write(folder / "rollouts.jsonl", rollouts)
@@ -223,6 +230,13 @@ def test_nothing_in_a_run_can_act_on_the_page(folder: Path) -> None:
         if "src" in attributes:
             svg = ElementTree.fromstring(base64.b64decode(attributes["src"].partition(",")[2]))
             assert not [e.tag for e in svg.iter() if e.tag.endswith(("script", "}a", "foreignObject", "}image"))]
+
+
+def test_the_document_names_every_metric(finished: Path) -> None:
+    named = re.findall(r"`(\w+/[\w@]+)`", (Path(__file__).parents[1] / "docs/report.md").read_text())
+    patterns = [re.sub(r"(PHASE|REASON|NAME|K)$", "@", name) for name in named]
+    for metric in {name for step in records(finished / "metrics.jsonl") for name in step} - {"step"}:
+        assert metric in named or any(p.endswith("@") and metric.startswith(p.rstrip("@")) for p in patterns), metric
 
 
 def test_the_page_is_whole_in_itself(finished: Path, tmp_path: Path) -> None:
@@ -387,7 +401,7 @@ def test_samples_are_whole_groups_of_beginning_middle_and_end(tmp_path: Path, mo
     assert all(len(s.rollouts) == 4 and len({r["prompt_id"] for r in s.rollouts}) == 1 for s in samples)
     steps = [s.step for s in samples]
     assert steps == sorted(steps) and steps[0] == 1 and 15 < steps[2] < 25 and steps[-1] >= 39
-    assert samples[0].prompt == "user: q"
+    assert samples[0].prompt == "user: q" and samples[0].answer == ""
     path.write_bytes(path.read_bytes()[:-10])
     sample.read_samples(path, notes)
     assert notes == ["rollouts.jsonl: the last line is cut; it is left out"]

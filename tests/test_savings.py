@@ -169,5 +169,6 @@ def test_means_over_the_steps_of_a_run(tmp_path):
         {"step": i, "prune/fidelity": f, "groups/effective_size": 2.0, "rollouts/kept_fraction": 0.5}
         for i, f in enumerate([0.5, 1.0])
     ]
+    steps.append({"step": 3, "rollouts/kept_fraction": 0.5})  # nothing was kept
     path.write_text("".join(json.dumps(record) + "\n" for record in steps))
     assert means(path) == {"prune/fidelity": 0.75, "groups/effective_size": 2.0, "rollouts/kept_fraction": 0.5}

@@ -154,6 +154,9 @@ def test_the_plan_counts_images() -> None:
     share = rows["TFLOP per step"].rpartition("; ")[2]
     assert share == f"{images / sum(phases.values()):.1%} in the vision tower"
     pixels = 16 * 36 * 1176 * 4
-    lengths = [len(prompt.token_ids) for prompt in plan.prompts]
-    patches = 36 * 16 * (max(lengths) + 8 * 32) / (sum(lengths) / 32 + 8 * 32)  # a step has less than 16,384 tokens
-    assert plan.memory(1).images == pytest.approx(pixels + patches * tower.activation_bytes(4, checkpointing=False))
+    one = tower.activation_bytes(4, checkpointing=False)
+    assert plan.memory(1).images == pytest.approx(pixels + 16 * 36 * one), "a step has less than 16,384 tokens"
+    updates = replace(plan.config.updates, tokens_per_microbatch=1000)
+    few = replace(plan, config=replace(plan.config, updates=updates))
+    prompt = sum(len(prompt.token_ids) for prompt in plan.prompts) / 32
+    assert few.memory(1).images == pytest.approx(pixels + 1000 / (prompt + 8 * 32) * 36 * one)

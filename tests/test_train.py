@@ -45,7 +45,11 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(args, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out avg@1" in done.stdout
-    assert str(folder) in done.stdout
+    *_, wrote, report, exported = done.stdout.splitlines()
+    files = "config.yaml, metrics.jsonl, rollouts.jsonl, summary.json, checkpoints"
+    assert wrote.startswith(f"wrote {folder}: ") and set(files.split(", ")) <= set(wrote.split(": ")[1].split(", "))
+    assert report == f"next: python -m fastrl_fast.report {folder}"
+    assert exported.strip() == f"python -m fastrl_fast.export {folder} OUT_FOLDER"
     return folder
 
 
@@ -103,7 +107,10 @@ def test_export_and_evaluate_read_the_run(
     whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     out = tmp_path / "model"
-    export.export(whole_run, out)
+    monkeypatch.setattr(sys, "argv", ["export", str(whole_run), str(out)])
+    assert export.main() == 0
+    said = capsys.readouterr().out
+    assert f"wrote {out}: the weights of {whole_run / 'checkpoints' / 'step_000006'} in float32" in said
     assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "whoever reads one may read all"
     lm = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     weights = load_weights(whole_run / "checkpoints")
@@ -113,6 +120,9 @@ def test_export_and_evaluate_read_the_run(
         export.export(whole_run, out)
     with pytest.raises(ValueError, match=r"run_dir: .* is not the folder of a run"):
         export.export(tmp_path / "none", tmp_path / "other")
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(whole_run), "--eval.path=null"])
+    with pytest.raises(ValueError, match=r"got None: give --eval\.path FILE$"):
+        evaluate.main()
     monkeypatch.setattr(sys, "argv", ["evaluate", str(whole_run)])
     assert evaluate.main() == 0
     assert json.loads(capsys.readouterr().out)["avg@1"] == records(whole_run / "metrics.jsonl")[-1]["eval/avg@1"]
@@ -186,6 +196,9 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, monkeypatch: p
     assert "prune.tau" in line("--prune.tau=2")
     assert "reward.functions" in line("--reward.functions={maths: 1.0}")
     assert "log.trackers" in line("--log.trackers=[trackio]")
+    assert "log.profile_steps must be steps of this run, 1 to 4, got [2, 5]" in line(
+        "--max_steps=4", "--log.profile_steps=[2, 5]"
+    )
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     assert "data.path" in line(f"--data.path={empty}")

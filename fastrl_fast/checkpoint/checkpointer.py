@@ -195,26 +195,30 @@ def complete(folder: Path) -> list[Path]:
     return sorted((path for path in found if path.name.removeprefix(PREFIX).isdecimal()), key=_step_of)
 
 
-def load_weights(folder: Path, *, best: bool = False) -> dict[str, Tensor]:
-    """Whole weights by Hugging Face name, without a process group: the newest checkpoint's, or those of the one that
-    was most accurate on held-out prompts.
-
-    Raises ValueError where the folder holds no such checkpoint, or it cannot be read.
-    """
+def choose(folder: Path, *, best: bool = False) -> Path:
+    """The newest complete checkpoint in a folder, or the one that was most accurate on held-out prompts. Raises
+    ValueError where there is none."""
     checkpoints = complete(folder)
     if not checkpoints:
         raise ValueError(f"run_dir: no complete checkpoint in {folder}")
     chosen = _best(checkpoints) if best else checkpoints[-1]
     if chosen is None:
         raise ValueError(f"run_dir: no checkpoint in {folder} was measured on held-out prompts")
-    record = _read_record(chosen)
-    _check_format(chosen, record)
+    return chosen
+
+
+def load_weights(folder: Path, *, best: bool = False) -> dict[str, Tensor]:
+    """Whole weights of the checkpoint that `choose` gives, by Hugging Face name, without a process group. Raises
+    ValueError where there is none, or it cannot be read."""
+    checkpoint = choose(folder, best=best)
+    record = _read_record(checkpoint)
+    _check_format(checkpoint, record)
     try:
         for number in range(record["ranks"]):
-            _check_file(chosen, record, number)
-        weights = shards.whole_weights(chosen, record["ranks"])
+            _check_file(checkpoint, record, number)
+        weights = shards.whole_weights(checkpoint, record["ranks"])
     except (OSError, KeyError, TypeError, SafetensorError, ValueError) as error:
-        raise ValueError(f"run_dir: {chosen} cannot be read: {error}") from error
+        raise ValueError(f"run_dir: {checkpoint} cannot be read: {error}") from error
     return {name.removeprefix("lm."): weight for name, weight in weights.items()}
 
 

@@ -28,10 +28,10 @@ class PromptData:
     """The prompts of a data set, and a cursor that hands out each of them once per epoch.
 
     A row's question becomes `token_ids`, its answer the text `columns["answer"]`, the rest `columns` as they are.
-    Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`. The order of an epoch is a
-    function of (seed, epoch). `section` names the settings in messages: "data" or "eval". `images` is the model's
-    reader, without which no row may have an image. Raises ValueError for what is wrong with the data, naming the row
-    and the column.
+    Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`. `answer_column` is the name of
+    the answer in the data, None without one. The order of an epoch is a function of (seed, epoch). `section` names the
+    settings in messages: "data" or "eval". `images` is the model's reader, without which no row may have an image.
+    Raises ValueError for what is wrong with the data, naming the row and the column.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class PromptData:
         self._seed = seed
         self._path_field = f"{section}.path"
         self._images = images
+        self.answer_column: str | None = None
         template = PromptTemplate(config, tokenizer)
         rows = load_rows(config.path, config.split, field=self._path_field)
         prompts = self._prompts(rows, template)
@@ -124,6 +125,7 @@ class PromptData:
                 f"is there; {self._config.path} has {', '.join(found)}"
             )
         answer = self._column("answer_column", self._config.answer_column, _ANSWER_COLUMNS, found)
+        self.answer_column = answer
         image = self._column("image_column", self._config.image_column, IMAGE_COLUMNS, found)
         texts, rendered, columns, files = [], [], [], []
         for number, row in enumerate(rows, 1):

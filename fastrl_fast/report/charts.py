@@ -111,7 +111,7 @@ CHARTS = (
         _one("prune/fidelity"),
     ),
     Chart("entropy", "Entropy", "Of the policy, per trained token, in nats.", _one("policy/entropy")),
-    Chart("kl", "KL to the reference", "Per trained token, as the loss estimates it.", _one("policy/kl")),
+    Chart("kl", "KL to the reference", "Per trained token, as the loss estimates it, in nats.", _one("policy/kl")),
     Chart(
         "clipped",
         "Clipped tokens",
@@ -122,7 +122,7 @@ CHARTS = (
     Chart(
         "sampler_gap",
         "Sampler gap",
-        "Mean |logprob - rollout_logprob|; after a step's first update not 0 by right.",
+        "Mean |logprob - rollout_logprob| of a token in nats; after a step's first update not 0 by right.",
         _one("policy/sampler_gap"),
     ),
     Chart(
@@ -202,7 +202,8 @@ def _axes(axis: Any, chart: Chart) -> None:
     axis.margins(x=0.01)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if chart.unit == "%":
-        axis.set_ylim(bottom=0, top=max(axis.get_ylim()[1], 0.01))
+        top = max(axis.get_ylim()[1], 0.01)
+        axis.set_ylim(bottom=-top / 50, top=top)  # a line of zeros is seen above the axis
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     elif chart.unit:
         axis.yaxis.set_major_formatter(EngFormatter(chart.unit))

@@ -20,6 +20,8 @@ class Sample:
 
     step: int
     prompt: str
+    answer: str
+    """The right one as the data has it; empty where it has none."""
     rollouts: list[dict[str, Any]]
 
 
@@ -62,7 +64,12 @@ def _telling(groups: list[list[dict[str, Any]]], count: int) -> list[Sample]:
     chosen: list[int] = []
     for step in spread:
         chosen += [i for i in order if groups[i][0]["step"] == step and i not in chosen][:1]
-    return [Sample(groups[i][0]["step"], _text(groups[i][0].get("prompt")), groups[i]) for i in sorted(chosen)]
+    return [_sample(groups[i]) for i in sorted(chosen)]
+
+
+def _sample(group: list[dict[str, Any]]) -> Sample:
+    first = group[0]
+    return Sample(first["step"], _text(first.get("prompt")), str(first.get("answer") or ""), group)
 
 
 def _text(prompt: Any) -> str:
