@@ -72,7 +72,7 @@ def moved_bytes(shapes: list[Any]) -> float:
     return 4.0 * (sum(sizes) + max(sizes))
 
 
-def least_seconds(run: Callable[[], Any], repeats: int) -> float:
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
     """Median of some calls, after one that warms up."""
     run()
     taken = []
@@ -86,7 +86,7 @@ def least_seconds(run: Callable[[], Any], repeats: int) -> float:
 def alone_seconds(shape: Shape, repeats: int) -> float:
     m, k, n = shape
     a, b, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
-    return least_seconds(lambda: torch.mm(a, b, out=out), repeats)
+    return median_seconds(lambda: torch.mm(a, b, out=out), repeats)
 
 
 def parts(run: Callable[[], Any], *, bandwidth: float, repeats: int) -> tuple[dict[str, Part], float]:
@@ -140,10 +140,10 @@ def main() -> int:
     policy = build_policy(load_model(options.model), CONFIG.model, temperature=1.0)
     groups = make_groups(options.prompt, [[options.completion] * options.group])
     run = Updates(policy).run(groups, True, Trainer)
-    seconds = least_seconds(run, options.repeats)
-    rate = SGEMM_FLOPS / least_seconds(sgemm, options.repeats)
+    seconds = median_seconds(run, options.repeats)
+    rate = SGEMM_FLOPS / median_seconds(sgemm, options.repeats)
     a, b, out = (torch.ones(ARRAY) for _ in range(3))
-    bandwidth = 3 * 4.0 * ARRAY / least_seconds(lambda: torch.add(a, b, out=out), options.repeats)
+    bandwidth = 3 * 4.0 * ARRAY / median_seconds(lambda: torch.add(a, b, out=out), options.repeats)
     found, profiled = parts(run, bandwidth=bandwidth, repeats=options.repeats)
     floor = update_flops(ModelSize.of(policy.lm.config), groups, shared=True) / rate
     distributed.stop()
