@@ -18,6 +18,7 @@ except ImportError:
 print(sysconfig.get_config_var("EXT_SUFFIX"), sysconfig.get_path("include"), pybind)
 PY
 )"
+[ -n "${pybind:-}" ] || { echo "$python has neither pybind11 nor torch" >&2; exit 2; }
 flags=(-std=c++17 -O3 -fPIC -fopenmp -ffp-contract=off -fvisibility=hidden -Icsrc)
 objects=() jobs=()
 compile() { # NAME COMMAND...

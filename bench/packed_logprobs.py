@@ -1,6 +1,7 @@
 """packed_logprobs against the best PyTorch a colleague would write, TRL and Liger: scoring, and loss with gradient.
 
-The GEMMs alone run beside it: what is left above them is what the operator costs. On a CPU the
+Its own products alone run beside it, and the GEMM as torch would call it once: what is left above them is what the
+operator costs, and no ratio can be better than without it. On a CPU the
 bfloat16 targets are for one without bf16 instructions, where torch's own bf16 GEMM is slow; any other can act as one:
 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python bench/packed_logprobs.py --threads 2 --only bfloat16
 """
@@ -8,6 +9,7 @@ ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python bench/packed_logprobs.py
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import referees
 import timing
@@ -18,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fastrl_fast.ops import fused_policy_loss, logit_slabs, packed_logprobs, policy_loss
 
-CHUNK = 128
-"""Rows a colleague's chunked version holds logits of; measured best of 64 to 512 on two cores."""
+CHUNK = {"cpu": 128, "cuda": 2048}
+"""Rows a colleague's chunked version holds logits of; measured best of 64 to 512 on two cores, and on a GPU enough to
+keep the GEMM busy."""
 
 
 def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,8 +35,8 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 def selective(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
     """Logits of a chunk of rows, target minus logsumexp: no entropy."""
-    parts = []
-    for h, y in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+    parts, chunk = [], CHUNK[hidden.device.type]
+    for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         logits = F.linear(h, weight).float()
         parts.append(logits.gather(-1, y[:, None])[:, 0] - logits.logsumexp(-1))
     return torch.cat(parts), None
@@ -65,6 +68,22 @@ def operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
+PRODUCTS = "ours, its products alone"
+
+
+def products_alone(run: timing.Run) -> timing.Run:
+    """`run` of ours without its kernels on logits: what it leaves are the GEMMs, in its own slabs and order."""
+
+    def products() -> tuple[None, ...]:
+        with (
+            mock.patch.object(logit_slabs, "fold", lambda *_: None),
+            mock.patch.object(logit_slabs, "differentiate", lambda logits, *rest: logits.to(rest[-1])),
+        ):
+            return (None,) * len(run())
+
+    return products
+
+
 def one_gemm(hidden: Tensor, weight: Tensor) -> tuple[None, None]:
     torch.mm(hidden, weight.t())
     return None, None
@@ -84,14 +103,16 @@ def scoring(
     for name, entropy in (("TRL, with entropy", True), ("TRL, no entropy", False)):
         if (function := referees.trl_chunked(entropy=entropy)) is not None:
             runs[name] = function
+    pair = operands(hidden, weight)
+    runs[PRODUCTS] = lambda *_: products_alone(lambda: packed_logprobs(*pair, targets))()
     if not setting.quick:
-        pair = operands(hidden, weight)
         runs["one GEMM"] = lambda *_: one_gemm(*pair)
     return timing.Case(
         name=f"score T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
         runs={name: torch.no_grad()(lambda f=f: f(hidden, weight, targets)) for name, f in runs.items()},
         check=close(1e-5 if dtype == torch.float32 else 5e-2),
         wanted=wanted,
+        floor=PRODUCTS,
     )
 
 
@@ -110,7 +131,8 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Te
         logprobs = logits.gather(-1, y[:, None])[:, 0] - logits.logsumexp(-1)
         return (-a * (logprobs - logprobs.detach()).exp()).sum()
 
-    parts = zip(hidden.split(4 * CHUNK), targets.split(4 * CHUNK), advantages.split(4 * CHUNK), strict=True)
+    rows = 4 * CHUNK["cpu"] if hidden.device.type == "cpu" else CHUNK["cuda"]
+    parts = zip(hidden.split(rows), targets.split(rows), advantages.split(rows), strict=True)
     return sum(checkpoint(part, *p, use_reentrant=False) for p in parts) / len(hidden)
 
 
@@ -161,18 +183,23 @@ def training(
         "torch chunks": chunked_loss,
         **timing.compiled(eager_loss, setting),
     }
-    liger = referees.liger_loss(sequences=sequences, rows=4 * CHUNK, compiled=not setting.quick)
+    liger = referees.liger_loss(sequences=sequences, rows=4 * CHUNK["cpu"], compiled=not setting.quick)
     if liger is not None:
         losses["Liger, fused GRPO"] = liger
     runs = {name: gradient(loss) for name, loss in losses.items()}
+    pair = operands(hidden.detach(), weight.detach())
+    leaves = [x.requires_grad_() for x in pair]
+    runs[PRODUCTS] = products_alone(
+        lambda: (None, *torch.autograd.grad(fused_loss(*leaves, targets, advantages), leaves))
+    )
     if not setting.quick:
-        pair = operands(hidden.detach(), weight.detach())
         runs["three GEMMs"] = lambda: three_gemms(*pair)
     return timing.Case(
         name=f"loss and gradient T={t} H={h} V={v} {str(dtype).removeprefix('torch.')}",
         runs=runs,
         check=close(1e-4 if dtype == torch.float32 else 5e-2),
         wanted=wanted,
+        floor=PRODUCTS,
     )
 
 
@@ -210,10 +237,10 @@ def cases(setting: timing.Setting) -> Iterable[timing.Case]:
             yield training(setting, 64, 16, 301, dtype, {})
         return
     if setting.on_gpu:
+        yield from logit_kernels(setting)
         for h, v in ((3584, 152064), (1536, 151936)):
             yield scoring(setting, 16384, h, v, torch.bfloat16, {"one GEMM": 1 / 1.1})
             yield training(setting, 16384, h, v, torch.bfloat16, {"three GEMMs": 1 / 1.15})
-        yield from logit_kernels(setting)
         return
     for t, v, dtype, ratio in (
         (256, 32768, torch.float32, 1.5),

@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 
@@ -58,6 +57,7 @@ def verl_advantages(name: str) -> Callable[[Tensor, Tensor], Tensor] | None:
     algorithms = load("verl.trainer.ppo.core_algos")
     if algorithms is None:
         return None
+    import numpy as np
 
     def advantages(rewards: Tensor, cu_group_sizes: Tensor) -> Tensor:
         sizes = cu_group_sizes.diff().numpy()

@@ -61,6 +61,9 @@ def table(case: dict[str, Any], measured: dict[str, float]) -> str:
         ratio = run["median"] / ours
         aim = "" if wanted is None else f"{wanted:.2f} {'reached' if ratio >= wanted else 'MISSED'}"
         rows.append(f"| {name} | {times} | {run['peak_mb']:.1f} | {ratio:.2f} | {aim} |")
+    if case.get("floor") in case["runs"]:
+        medians = {name: run["median"] for name, run in case["runs"].items()}
+        rows += ["", f"{timing.bound(case['floor'], case['wanted'], medians)}."]
     if case["bytes"] and "copy, GB/s" in measured:
         share = case["bytes"] / ours / 1e9 / measured["copy, GB/s"]
         rows += ["", f"Ours moves {case['bytes'] / 1e6:.1f} MB at {share:.0%} of the speed of a copy."]

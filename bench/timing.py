@@ -10,7 +10,9 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,6 +52,8 @@ class Case:
     """The least ratio of a run's time to ours that the project wants, by name of the run."""
     bytes: float = 0
     """What ours must read and write in memory, where that is what bounds it; 0 elsewhere."""
+    floor: str = ""
+    """The run that is nothing but the products inside ours: no way to do the rest can be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +73,11 @@ def measure(case: Case, *, device: str, repeats: int, budget: float = 60.0) -> d
 
     Each run is called once for its result (this is the warm-up too), once for its memory, and then all runs take
     turns, `repeats` times or until `budget` seconds are over, but at least three times; every second turn is in reverse
-    order, as a run takes longer after a larger one, which left its memory to the system.
+    order, as a run takes longer after a larger one, which left its memory to the system. A baseline that cannot run
+    here is named and left out.
     """
-    results = {name: run() for name, run in case.runs.items()}
+    results = _results(case)
+    case = replace(case, runs={name: case.runs[name] for name in results})
     case.check(results)
     sizes = {name: _megabytes(result) for name, result in results.items()}
     del results
@@ -89,6 +95,19 @@ def measure(case: Case, *, device: str, repeats: int, budget: float = 60.0) -> d
         name: Timing(median=statistics.median(s), low=min(s), high=max(s), peak_mb=peaks[name], results_mb=sizes[name])
         for name, s in seconds.items()
     }
+
+
+def _results(case: Case) -> dict[str, Any]:
+    results, ours = {}, next(iter(case.runs))
+    for name, run in case.runs.items():
+        try:
+            results[name] = run()
+        except Exception as error:  # a compiler, a library or memory that is not there: the others are worth measuring
+            if name == ours:
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"{case.name}: {name} cannot run: {reason[:200]}", flush=True)
+    return results
 
 
 def _megabytes(result: Any) -> float:
@@ -173,17 +192,29 @@ def main(description: str, cases: Callable[[Setting], Iterable[Case]]) -> None:
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    records = []
+    records: list[dict[str, Any]] = []
+    failed = []
     for case in cases(Setting(options.device, options.quick)):
-        if options.only in case.name:
-            case = replace(case, wanted={}) if options.quick else case
+        if options.only not in case.name:
+            continue
+        case = replace(case, wanted={}) if options.quick else case
+        try:
             timings = measure(case, device=options.device, repeats=2 if options.quick else options.repeats)
-            _print(case, timings)
-            runs = {name: asdict(timing) for name, timing in timings.items()}
-            records.append({"case": case.name, "wanted": case.wanted, "bytes": case.bytes, "runs": runs})
-    if options.json:
-        record = {"machine": machine(options.device, options.threads), "cases": records}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        except Exception:
+            traceback.print_exc()
+            failed.append(case.name)
+            continue
+        print(table(case, timings), flush=True)
+        runs = {name: asdict(timing) for name, timing in timings.items()}
+        fields = {"wanted": case.wanted, "bytes": case.bytes, "floor": case.floor}
+        records.append({"case": case.name, **fields, "runs": runs})
+        if options.json:  # after every case: a time limit may end this process
+            record = {"machine": machine(options.device, options.threads), "cases": records}
+            partial = options.json.with_suffix(".partial")
+            partial.write_text(json.dumps(record, indent=1) + "\n")
+            partial.replace(options.json)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def machine(device: str, threads: int) -> dict[str, Any]:
@@ -200,14 +231,24 @@ def machine(device: str, threads: int) -> dict[str, Any]:
     }
 
 
-def _print(case: Case, timings: dict[str, Timing]) -> None:
-    ours = next(iter(timings))
-    print(f"{case.name}  (load {os.getloadavg()[0]:.1f})")
+def table(case: Case, timings: dict[str, Timing]) -> str:
+    """A line per run; ratios are their time / ours, above 1 is slower than ours."""
+    ours = next(iter(timings.values())).median
+    lines = [f"{case.name}  (load {os.getloadavg()[0]:.1f})"]
     for name, t in timings.items():
-        ratio = t.median / timings[ours].median
         wanted = f"  wanted {case.wanted[name]:g}" if name in case.wanted else ""
-        print(
+        lines.append(
             f"  {name:28} {t.median * 1e3:10.3f} ms  [{t.low * 1e3:.3f}, {t.high * 1e3:.3f}]  "
-            f"{t.peak_mb:8.1f} MB ({t.results_mb:.1f} results)  {ratio:6.2f} x{wanted}",
-            flush=True,
+            f"{t.peak_mb:8.1f} MB ({t.results_mb:.1f} results)  {t.median / ours:6.2f} x{wanted}"
         )
+    if case.floor in timings:
+        lines.append(f"  {bound(case.floor, case.wanted, {name: t.median for name, t in timings.items()})}")
+    return "\n".join(lines)
+
+
+def bound(floor: str, wanted: dict[str, float], medians: dict[str, float]) -> str:
+    """What ours is made of, and the ratios that it would have if everything but its products took no time."""
+    ours, products = next(iter(medians.values())), medians[floor]
+    best = [f"{name} {medians[name] / products:.2f} x" for name in wanted if name in medians]
+    parts = f"ours = products {products * 1e3:.3f} ms ({products / ours:.0%}) + rest {(ours - products) * 1e3:.3f} ms"
+    return parts + (f"; without the rest: {', '.join(best)}" if best else "")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ SCRIPT = ROOT / "bench/gpu.sh"
 sys.path.insert(0, str(ROOT / "bench"))
 
 import report  # noqa: E402
+import timing  # noqa: E402
 
 
 def run_script(*options, **settings):
@@ -31,6 +33,80 @@ def test_every_step_runs_without_a_gpu_and_the_report_names_them(tmp_path):
     assert len(record["limits"]) == 3 and all(record["benches"].values())
     (text,) = (path.read_text() for path in tmp_path.glob("*_cpu_abc.md"))
     assert "| policy_loss | passed |" in text and "| memcheck | not run: it needs a GPU |" in text
+
+
+def test_a_failure_in_one_step_leaves_the_results_of_the_others(tmp_path):
+    """The build and one bench fail; what can be measured is in the report, and the exit status says that not all is."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+  *bench/limits.py* | *bench/report.py*) exec {sys.executable} "$@" ;;
+  *pip*install* | *bench/selection.py*) exit 3 ;;
+esac
+""")
+    python.chmod(0o755)
+    compilers = tmp_path / "bin"
+    compilers.mkdir()
+    (compilers / "g++").write_text("#!/bin/sh\necho no compiler works here >&2\nexit 4\n")
+    (compilers / "g++").chmod(0o755)
+    settings = {"PYTHON": str(python), "PATH": f"{compilers}:{os.environ['PATH']}"}
+    done = run_script("--device", "cpu", "--quick", "--out", str(tmp_path), "--commit", "abc", **settings)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*_cpu_abc.json"))
+    failed = {s["step"] for s in record["steps"] if s["status"] not in ("0",) and not s["status"].startswith("not run")}
+    assert {"build_by_hand", "selection"} <= failed <= {"build", "build_by_hand", "selection"}
+    assert len(record["limits"]) == 3
+    assert "FAILED: selection" in done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_compilers_alone_build_the_module(tmp_path):
+    """With the copy of pybind11 that torch carries, on a machine without scikit-build-core and pybind11."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not on PATH")
+    (tmp_path / "pybind11.py").write_text("raise ImportError\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = ["bash", ROOT / "bench/build_by_hand.sh", tmp_path / "site", "cpu", sys.executable]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    script = (
+        "from fastrl_fast.ops import _lib\nassert _lib.kernels.__file__.startswith(__import__('sys').argv[1])\n"
+        "import torch\nfrom fastrl_fast.ops import packed_logprobs\n"
+        "print(packed_logprobs(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))[0].exp().item())"
+    )
+    environment["PYTHONPATH"] = f"{tmp_path / 'site'}:{ROOT}"
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "0.25", done.stderr
+
+
+def case(**runs):
+    return timing.Case(name="sum", runs=runs, check=lambda _: None, wanted={"eager": 2.0}, floor="eager")
+
+
+def test_a_baseline_that_cannot_run_is_named_and_the_others_are_measured(capsys):
+    def broken():
+        raise RuntimeError("no compiler\nat all")
+
+    measured = timing.measure(case(ours=lambda: 1, compiled=broken, eager=lambda: 2), device="cpu", repeats=3)
+    assert list(measured) == ["ours", "eager"]
+    assert capsys.readouterr().out == "sum: compiled cannot run: no compiler\n"
+
+
+def test_a_case_that_fails_leaves_the_others_in_the_file(tmp_path, monkeypatch, capsys):
+    def wrong():
+        raise ValueError("a kernel failed")
+
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "--json", str(file), "--threads", "1"])
+    with pytest.raises(SystemExit, match="failed: sum"):
+        timing.main("", lambda _: [case(ours=wrong), case(ours=lambda: 1, eager=lambda: 2)])
+    (kept,) = json.loads(file.read_text())["cases"]
+    assert set(kept["runs"]) == {"ours", "eager"} and "a kernel failed" in capsys.readouterr().err
+
+
+def test_the_bound_of_a_ratio():
+    medians = {"ours": 0.010, "its products": 0.008, "eager": 0.012}
+    said = "ours = products 8.000 ms (80%) + rest 2.000 ms; without the rest: eager 1.50 x"
+    assert timing.bound("its products", {"eager": 2.0, "absent": 1.0}, medians) == said
 
 
 def test_the_plan_for_a_gpu_names_every_step_and_its_limit():

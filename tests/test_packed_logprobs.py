@@ -315,6 +315,26 @@ def threads_agree(run):
     return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5, 11, 31, 63, 130, 303])
+def test_products_of_any_size_have_the_same_bits_for_any_number_of_threads(rows):
+    """In plain torch 3 or 5 rows have others, and so have 24 columns."""
+    make = torch.Generator().manual_seed(rows)
+    for inner, columns in ((8, 5), (33, 24), (64, 19), (40, 40), (90, 777), (300, 64)):
+        a, b = torch.randn(rows, inner, generator=make), torch.randn(inner, columns, generator=make)
+        total, before, results = torch.randn(rows, columns, generator=make), torch.get_num_threads(), []
+        try:
+            for threads in (1, 2, 3, 4):
+                torch.set_num_threads(threads)
+                made, added = torch.empty(rows, columns), total.clone()
+                logit_slabs.multiply(a, b, made)
+                logit_slabs.add_product(added, a, b)
+                results.append(torch.stack([made, added]))
+        finally:
+            torch.set_num_threads(before)
+        torch.testing.assert_close(results[0], torch.stack([a @ b, total + a @ b]))
+        assert all(torch.equal(results[0], other) for other in results[1:]), (inner, columns)
+
+
 def test_thread_count_changes_no_bit():
     c = case(300, 32, 2003, 300)  # 600 000 logits: above the size from which the kernels use threads
     upstream = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).unbind()

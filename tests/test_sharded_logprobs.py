@@ -92,6 +92,32 @@ def test_equals_the_whole_vocabulary(cuts, settings):
         assert_at_most_twice(x, y, t, size=20.0)
 
 
+@pytest.mark.parametrize("spread", [1.0, 50.0])
+@pytest.mark.parametrize("tokens", [0, 1, 30])
+def test_large_logits_few_tokens_and_bfloat16(tokens, spread):
+    """Two shards of a vocabulary of 203; bfloat16 is float32 inside, to the bit."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (torch.randn(s, generator=generator) for s in ((9, 8), (203, 8), (203,)))
+    hidden = (hidden * spread / math.sqrt(8)).bfloat16().float()
+    weight, bias = weight.bfloat16().float(), bias.bfloat16().float()
+    targets, row_index = (torch.randint(n, (tokens,), generator=generator) for n in (203, 9))
+    cuts, none = [0, 101, 203], [torch.zeros(tokens)] * 2
+    ours, gradients = run_sharded(cuts, hidden, weight, bias, targets, none, row_index)
+    truth = reference.packed_logprobs(hidden, weight, targets, row_index=row_index, bias=bias)
+    torchs = reference.packed_logprobs(hidden, weight, targets, row_index=row_index, bias=bias, dtype=torch.float32)
+    largest = float((hidden.double() @ weight.double().t() + bias).abs().max())
+    for x, y, t in zip(ours, torchs, truth, strict=True):
+        assert_at_most_twice(x, y, t, size=largest)
+    assert not any(bool(x.any()) for x in gradients)
+    upstream = list(torch.randn(2, tokens, generator=generator))
+    low, high = (
+        run_sharded(cuts, *(x.to(dtype) for x in (hidden, weight, bias)), targets, upstream, row_index)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(low[0], high[0], strict=True))
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(low[1], high[1], strict=True))
+
+
 def test_merging_in_parts_changes_nothing_but_rounding():
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(6, 5, 40, generator=generator, dtype=torch.float64) * 20

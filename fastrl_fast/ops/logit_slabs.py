@@ -5,7 +5,7 @@ is there to check gradients, it is the same formulas in plain torch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,9 +25,14 @@ class SlabLimits(NamedTuple):
     """Bounds the up-cast slab of the weight where there are few rows."""
 
 
-LIMITS = {"cpu": SlabLimits(1 << 19, 512, 1024), "cuda": SlabLimits(1 << 26, 8192, 32768)}
-"""2 MB of float32 logits stay in a CPU's cache, as does a slab of 1024 rows of the weight (with 4096 the GEMM was 10 to
-30 % slower; with 4 MB of logits loss and gradient of a narrow head, 5 to 20 %); 256 MB keep a GPU's GEMM busy."""
+LIMITS = {"cpu": SlabLimits(1 << 19, 512, 992), "cuda": SlabLimits(1 << 26, 8192, 32768)}
+"""2 MB of float32 logits stay in a CPU's cache, as does a slab of 992 rows of the weight (with 4096 the GEMM was 10 to
+30 % slower; with 4 MB of logits loss and gradient of a narrow head, 5 to 20 %). Rows of 1024 logits would be 4096 bytes
+apart and share few places of that cache: the product for the weight's gradient, which walks down columns, took 40 %
+longer at H = 64 and 3 % at H = 576. 256 MB keep a GPU's GEMM busy."""
+
+
+STEADY_ROWS, STEADY_COLUMNS = 8, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,18 +168,40 @@ def backward(
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write a b into `out`, summed in the dtype of `out`: that of a and b, or float32 over bfloat16 on CUDA."""
-    if a.dtype == out.dtype:
+    if a.dtype != out.dtype:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    elif out.is_cuda:
         torch.mm(a, b, out=out)
     else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        _steadily(lambda x, y, place: torch.mm(x, y, out=place), a, b, out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a b to `total`, summed in the dtype of `total`."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:  # addmm takes a float32 total with bfloat16 factors only from some release of torch on
+    if a.dtype != total.dtype:  # addmm takes a float32 total with bfloat16 factors only from some release of torch on
         total += torch.mm(a, b, out_dtype=total.dtype)
+    elif total.is_cuda:
+        total.addmm_(a, b)
+    else:
+        _steadily(lambda x, y, place: place.addmm_(x, y), a, b, total)
+
+
+def _steadily(product: Callable[[Tensor, Tensor, Tensor], Tensor], a: Tensor, b: Tensor, out: Tensor) -> None:
+    """product(a, b, out) on a CPU, with the same bits for any number of threads.
+
+    MKL's products in float32 have that where the columns of the result are a multiple of 16 or fewer than that, and its
+    rows a multiple of 8 where they are few; others are cut or padded. Found by trying, and tried by a test.
+    """
+    rows, columns = out.shape
+    more = -rows % STEADY_ROWS
+    if more and rows < 8 * STEADY_ROWS:
+        padded = torch.nn.functional.pad(out, (0, 0, 0, more))
+        _steadily(product, torch.nn.functional.pad(a, (0, 0, 0, more)), b, padded)
+        out.copy_(padded[:rows])
+        return
+    even = columns - columns % STEADY_COLUMNS
+    for part in (slice(even), slice(even, columns)) if 0 < even < columns else (slice(columns),):
+        product(a, b[:, part], out[:, part])
 
 
 def _sum_place(part: Tensor, dtype: torch.dtype) -> Tensor:

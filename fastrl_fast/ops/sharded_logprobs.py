@@ -11,13 +11,25 @@ import torch
 from torch import Tensor
 
 from fastrl_fast.ops import logit_slabs
+from fastrl_fast.ops._lib import library
 from fastrl_fast.ops.packed_logprobs import (
+    build_head,
     check_settings,
     check_tensors,
     compute_dtype,
     gather_rows,
     operand_dtype,
     scatter_rows,
+)
+
+_HEAD = (
+    "Tensor hidden, Tensor weight, Tensor targets, Tensor? row_index, Tensor? bias, "
+    "float temperature, float? softcap, float logit_scale"
+)
+library.define(f"shard_sums({_HEAD}) -> Tensor")
+library.define(
+    f"shard_backward({_HEAD}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor grad_logprobs, "
+    "Tensor grad_entropy, bool[] needs) -> (Tensor, Tensor, Tensor)"
 )
 
 Exchange = Callable[[Tensor], Tensor]
@@ -57,7 +69,9 @@ def sharded_logprobs(
     """
     check_settings(temperature, softcap, logit_scale)
     check_tensors(hidden, weight, targets, row_index, bias)
-    return _Sharded.apply(hidden, weight, bias, targets, row_index, shard, (temperature, softcap, logit_scale))
+    return _Sharded.apply(
+        hidden, weight, bias, targets, row_index, shard, (float(temperature), softcap, float(logit_scale))
+    )
 
 
 def merge(parts: Tensor) -> Tensor:
@@ -79,6 +93,48 @@ def merge(parts: Tensor) -> Tensor:
     return total
 
 
+def _sums(
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, bias: Tensor | None, *settings: Any
+) -> Tensor:
+    rows = gather_rows(hidden, row_index, operand_dtype(hidden, weight))
+    return logit_slabs.forward(rows, targets.contiguous(), build_head(hidden, weight, bias, *settings))
+
+
+def _backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    head, needs = build_head(hidden, weight, bias, *rest[:3]), rest[-1]
+    row_max, log_sum, entropy, *upstream = (x.contiguous() for x in rest[3:-1])
+    grads = logit_slabs.Grads(
+        row_max=row_max, log_sum=log_sum, entropy=entropy, logprobs=upstream[0], upstream_entropy=upstream[1]
+    )
+    rows = gather_rows(hidden, row_index, operand_dtype(hidden, weight))
+    made = logit_slabs.backward(rows, targets.contiguous(), head, grads, (needs[0], needs[1], needs[2]))
+    return tuple(hidden.new_empty(0) if x is None else x for x in made)  # type: ignore[return-value]
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("shard_sums", _sums, _device)
+    library.impl("shard_backward", _backward, _device)
+
+
+@torch.library.register_fake("fastrl_fast::shard_sums", lib=library)
+def _fake_sums(hidden: Tensor, weight: Tensor, targets: Tensor, *_: Any) -> Tensor:
+    return hidden.new_empty((4, targets.shape[0]), dtype=compute_dtype(hidden, weight))
+
+
+@torch.library.register_fake("fastrl_fast::shard_backward", lib=library)
+def _fake_backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    needs, dtype = rest[-1], compute_dtype(hidden, weight)
+    return (
+        hidden.new_empty((targets.shape[0], hidden.shape[1]), dtype=dtype) if needs[0] else hidden.new_empty(0),
+        torch.empty_like(weight) if needs[1] else hidden.new_empty(0),
+        torch.empty_like(bias) if needs[2] and bias is not None else hidden.new_empty(0),
+    )
+
+
 class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -91,39 +147,21 @@ class _Sharded(torch.autograd.Function):
         shard: Shard,
         settings: tuple[float, float | None, float],
     ) -> tuple[Tensor, Tensor]:
-        head, local = _head(hidden, weight, bias, settings), (targets - shard.vocab_begin).contiguous()
-        own = logit_slabs.forward(gather_rows(hidden, row_index, operand_dtype(hidden, weight)), local, head)
+        local = targets - shard.vocab_begin
+        own = torch.ops.fastrl_fast.shard_sums(hidden, weight, local, row_index, bias, *settings)
         row_max, log_sum, logprobs, entropy = logit_slabs.finish(merge(shard.gather(own)))
         ctx.save_for_backward(hidden, weight, bias, local, row_index, row_max, log_sum, entropy)
-        ctx.shard, ctx.settings = shard, settings
+        ctx.add, ctx.settings = shard.add, settings
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, local, row_index, row_max, log_sum, entropy = ctx.saved_tensors
-        head = _head(hidden, weight, bias, ctx.settings)
-        grads = logit_slabs.Grads(
-            row_max=row_max.contiguous(),
-            log_sum=log_sum.contiguous(),
-            entropy=entropy,
-            logprobs=grad_logprobs.to(head.dtype).contiguous(),
-            upstream_entropy=grad_entropy.to(head.dtype).contiguous(),
-        )
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        rows = gather_rows(hidden, row_index, operand_dtype(hidden, weight))
-        grad_rows, grad_weight, grad_bias = logit_slabs.backward(rows, local, head, grads, needs)
-        grad_hidden = None
-        if grad_rows is not None:
-            # added before it is rounded to the dtype of hidden
-            grad_hidden = scatter_rows(ctx.shard.add(grad_rows), row_index, hidden)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
-
-
-def _head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float | None, float]
-) -> logit_slabs.Head:
-    temperature, softcap, logit_scale = settings
-    return logit_slabs.Head(
-        weight=weight, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        dtype=compute_dtype(hidden, weight),
-    )  # fmt: skip
+        needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2]]
+        grad_rows, grad_weight, grad_bias = torch.ops.fastrl_fast.shard_backward(
+            hidden, weight, local, row_index, bias, *ctx.settings,
+            row_max, log_sum, entropy, grad_logprobs.to(log_sum.dtype), grad_entropy.to(log_sum.dtype), needs,
+        )  # fmt: skip
+        # added before it is rounded to the dtype of hidden
+        grad_hidden = scatter_rows(ctx.add(grad_rows), row_index, hidden) if needs[0] else None
+        return grad_hidden, grad_weight if needs[1] else None, grad_bias if needs[2] else None, None, None, None, None

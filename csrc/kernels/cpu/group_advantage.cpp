@@ -73,9 +73,15 @@ double factor_of(const Group& g, const GroupAdvantageArgs& args) {
 }
 
 void write(const Group& g, double factor, bool dead, float* advantages) {
-  for (int64_t i = 0; i < g.count; ++i) {
-    const double r = g.rewards[i], a = (r - g.mean) * factor;
-    advantages[i] = static_cast<float>(r == r && !dead ? a : 0.0);
+  if (dead) {
+    std::fill_n(advantages, g.count, 0.0f);
+  } else if (g.n == g.count) {
+    for (int64_t i = 0; i < g.count; ++i) advantages[i] = static_cast<float>((g.rewards[i] - g.mean) * factor);
+  } else {
+    for (int64_t i = 0; i < g.count; ++i) {
+      const double r = g.rewards[i];
+      advantages[i] = static_cast<float>(r == r ? (r - g.mean) * factor : 0.0);
+    }
   }
 }
 
