@@ -64,6 +64,7 @@ class RewardConfig:
         require(named, "reward.functions", "a non-empty mapping of names to weights", self.functions)
         for name, weight in self.functions.items():
             require(math.isfinite(weight), f"reward.functions.{name}", "finite", weight)
+        require(any(self.functions.values()), "reward.functions", "given a weight that is not 0", self.functions)
         rule = f"one of reward.functions ({', '.join(self.functions)})"
         require(self.right is None or self.right in self.functions, "reward.right", rule, self.right)
         positive("reward", workers=self.workers, timeout=self.timeout)
