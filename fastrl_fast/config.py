@@ -99,7 +99,8 @@ class UpdatesConfig:
     """`recompute`: one forward pass before the first of several updates (free with a single one); `rollout`: the
     sampler's."""
     share_prompts: bool = True
-    """Compute a prompt once for all its rollouts in a micro-batch; same gradient, checked on the first micro-batch."""
+    """Compute a prompt once for all its rollouts in a micro-batch, where that spares a tenth of their tokens; same
+    gradient, checked on the first micro-batch."""
 
     def __post_init__(self) -> None:
         positive(
