@@ -1,8 +1,11 @@
 """The least an update can cost: its multiplications at the rate of this machine's own sgemm."""
 
+import math
+
 import torch
 
 from fastrl_fast.memory import ModelSize
+from fastrl_fast.packing import sharing_limit
 from fastrl_fast.types import Group
 
 SGEMM = 1536
@@ -22,12 +25,12 @@ def update_flops(size: ModelSize, groups: list[Group], *, shared: bool) -> float
     """FLOPs of forward and backward over the kept rollouts: three times the forward pass.
 
     2 per parameter of the layers' matrices and token; 4 x queries x layers per pair of positions that attend to each
-    other; 2 x vocabulary x hidden per completion token. `shared` counts the prompt of a group once.
+    other; 2 x vocabulary x hidden per completion token. `shared` counts the prompt of a group once where it is shared.
     """
     tokens = pairs = targets = 0.0
     for group in groups:
         prompt, lengths = len(group.prompt.token_ids), [len(r.completion_ids) for r in group.rollouts if r.kept]
-        times = min(1, len(lengths)) if shared else len(lengths)
+        times = 1 if shared and sharing_limit(prompt, lengths, math.inf) else len(lengths)
         tokens += times * prompt + sum(lengths)
         pairs += times * prompt**2 / 2 + sum(n * prompt + n**2 / 2 for n in lengths)
         targets += sum(lengths)

@@ -230,7 +230,8 @@ def ratios(rows: list[Row], wanted: dict[str, float]) -> list[str]:
         ratio = plain.timing.median / mine[0].timing.median
         share = mine[0].floor / mine[0].timing.median
         lines.append(
-            f"{case}: plain packed / {mine[0].variant} {ratio:.2f} (wanted {wanted[case]:g}), "
+            f"{case}: plain packed / {mine[0].variant} {ratio:.2f} (wanted {wanted[case]:g}, in multiplications "
+            f"{plain.floor / mine[0].floor:.2f}), "
             f"peak memory {plain.timing.peak_mb / mine[0].timing.peak_mb:.2f}; "
             f"of the floor {share:.0%}, plain packed {plain.floor / plain.timing.median:.0%} (wanted 70%)"
         )

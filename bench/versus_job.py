@@ -68,19 +68,20 @@ def small_job(folder: Path, *, quick: bool, trl_batch: int) -> Job:
     return job
 
 
-def smollm2_job(folder: Path, *, trl_batch: int) -> Job:
+def smollm2_job(folder: Path, *, quick: bool, trl_batch: int) -> Job:
     """SmolLM2-135M, 2 prompts x 8 completions of 8 to 128 tokens; a full stop or a new line ends a sampled one."""
     path = resolve_model("builtin:smollm2")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     stops = [tokenizer.convert_tokens_to_ids(token) for token in (".", "Ċ")]
-    sizes = dict(prompts=2, group_size=8, prompt_tokens=32, low=8, high=128)
-    job = Job(model=path, folder=str(folder), stops=stops, trl_batch=trl_batch, **sizes)
+    sizes = dict(prompts=1 if quick else 2, group_size=8, prompt_tokens=32, low=8, high=64 if quick else 128)
+    batch = min(trl_batch, sizes["prompts"] * sizes["group_size"])
+    job = Job(model=path, folder=str(folder), stops=stops, trl_batch=batch, **sizes)
     questions = [
         "Write one sentence about how the river that runs through the old town changed over the last hundred years and "
         "what the people who live there say about the new bridge",
         "Tell me what a person who has never cooked before should buy, prepare and watch out for when they want to "
         "make a soup for eight friends on a cold day",
-    ]
+    ][: job.prompts]
     _write_rows(job, questions, torch.arange(1000, 9000))
     return job
 

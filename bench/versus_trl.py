@@ -1,6 +1,7 @@
 """The same GRPO step by TRL's GRPOTrainer and by ours: whole, without sampling, and sampling alone.
 
-    python -m bench.versus_trl [--quick] [--model 3.4M | 135M] [--repeats N] [--threads N] [--trl-batch N] [--json FILE]
+    python -m bench.versus_trl [--quick] [--model 3.4M | 135M] [--kinds planned sampled] [--repeats N] [--threads N]
+                               [--sides ours plugin] [--trl-batch N] [--json FILE]
 
 Each side runs in a process of its own and waits while the other steps. Before anything is timed both take one step on
 the same completions, and loss and gradient must agree. TRL always scores with its chunked fused head here; its Liger
@@ -80,9 +81,9 @@ def check_agreement(sides: dict[str, Side]) -> None:
         print(f"{name}: loss {report['loss']:.7f}, gradient within {gap:.1e} of TRL's", flush=True)
 
 
-def measure(sides: dict[str, Side], *, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(sides: dict[str, Side], *, kinds: list[str], repeats: int) -> dict[str, dict[str, dict[str, float]]]:
     """Medians by kind of step, side with method, and figure; all take turns."""
-    runs = [(kind, name, method) for kind in ("planned", "sampled") for name in sides for method in SIDES[name]]
+    runs = [(kind, name, method) for kind in kinds for name in sides for method in SIDES[name]]
     runs = [run for run in runs if run[::2] not in (("planned", "lot"), ("sampled", "mdap"))]
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {run: [] for run in runs}
     for turn in range(repeats + 1):
@@ -90,7 +91,7 @@ def measure(sides: dict[str, Side], *, repeats: int) -> dict[str, dict[str, dict
             report = sides[name].step(kind, method)
             if turn > 0:  # the first is the warm-up
                 found[kind, name, method].append(report)
-    medians: dict[str, dict[str, dict[str, float]]] = {"planned": {}, "sampled": {}}
+    medians: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in kinds}
     figures = ("step", "update", "generation", "peak MB", "grown MB", "tokens", "kept")
     for (kind, name, method), reports in found.items():
         medians[kind][f"{name} {method}"] = {f: statistics.median(r[f] for r in reports) for f in figures}
@@ -112,7 +113,7 @@ def table(medians: dict[str, dict[str, dict[str, float]]]) -> list[str]:
             cells += [f"{f} {row[f]:.0f} ({theirs[f] / row[f]:.2f})" for f in ("peak MB", "grown MB")]
             lines.append(f"  {name:12} {'  '.join(cells)}  tokens {row['tokens']:.0f}  kept {row['kept']:.0f}")
     for (kind, name, figure), wanted in WANTED.items():
-        if name in medians[kind]:
+        if name in medians.get(kind, {}):
             ratio = medians[kind]["trl plain"][figure] / medians[kind][name][figure]
             lines.append(f"{kind}, {figure}: TRL / {name} {ratio:.2f} (wanted {wanted:g})")
     return lines
@@ -120,8 +121,9 @@ def table(medians: dict[str, dict[str, dict[str, float]]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.versus_trl", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 prompts, 64 tokens at most, two turns")
+    parser.add_argument("--quick", action="store_true", help="2 prompts (135M: 1), 64 tokens at most, two turns")
     parser.add_argument("--model", choices=["3.4M", "135M"], default="3.4M")
+    parser.add_argument("--kinds", nargs="+", choices=["planned", "sampled"], default=["planned", "sampled"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--trl-batch", type=int, default=16, help="rows of TRL's micro-batches")
@@ -134,18 +136,20 @@ def main() -> int:
         if options.model == "3.4M":
             job = small_job(Path(folder), quick=options.quick, trl_batch=options.trl_batch)
         else:
-            job = smollm2_job(Path(folder), trl_batch=options.trl_batch)
+            job = smollm2_job(Path(folder), quick=options.quick, trl_batch=options.trl_batch)
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(asdict(job)))
         sides = {name: Side(name, file, threads=options.threads) for name in (*options.sides, "trl")}
         try:
             check_agreement(sides)
-            medians = measure(sides, repeats=2 if options.quick else options.repeats)
+            medians = measure(
+                sides, kinds=options.kinds, repeats=min(2, options.repeats) if options.quick else options.repeats
+            )
         finally:
             for side in sides.values():
                 side.end()
     lines = table(medians)
-    print(f"TRL {version('trl')}, micro-batches of {options.trl_batch} rows; load {os.getloadavg()[0]:.1f}")
+    print(f"TRL {version('trl')}, micro-batches of {job.trl_batch} rows; load {os.getloadavg()[0]:.1f}")
     print("\n".join(lines))
     if options.json:
         sizes = {key: value for key, value in asdict(job).items() if key not in ("model", "folder")}

@@ -64,6 +64,7 @@ class RewardConfig:
         require(named, "reward.functions", "a non-empty mapping of names to weights", self.functions)
         for name, weight in self.functions.items():
             require(math.isfinite(weight), f"reward.functions.{name}", "finite", weight)
+        require(any(self.functions.values()), "reward.functions", "given a weight that is not 0", self.functions)
         rule = f"one of reward.functions ({', '.join(self.functions)})"
         require(self.right is None or self.right in self.functions, "reward.right", rule, self.right)
         positive("reward", workers=self.workers, timeout=self.timeout)
@@ -98,7 +99,8 @@ class UpdatesConfig:
     """`recompute`: one forward pass before the first of several updates (free with a single one); `rollout`: the
     sampler's."""
     share_prompts: bool = True
-    """Compute a prompt once for all its rollouts in a micro-batch; same gradient, checked on the first micro-batch."""
+    """Compute a prompt once for all its rollouts in a micro-batch, where that spares a tenth of their tokens; same
+    gradient, checked on the first micro-batch."""
 
     def __post_init__(self) -> None:
         positive(

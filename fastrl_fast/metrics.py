@@ -4,12 +4,14 @@ phases."""
 import importlib.util
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 
 import nvtx
 import torch
@@ -66,17 +68,43 @@ def phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+class _Console(Console):
+    """Falls silent where nobody reads any more, a closed terminal or pipe: a run goes on without being watched."""
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        try:
+            super().print(*objects, **settings)
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+
+
 class RunLog:
     """Writes a run's metrics; made on rank 0 only."""
 
     def __init__(self, folder: Path, *, total_steps: int, trackers: list[Tracker], settings: dict[str, Any]) -> None:
         self.folder = folder
-        self.console = Console(soft_wrap=True)
+        self.console = _Console(soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("start", total=total_steps)
         self.progress.start()
-        self.trackers = [build_tracker(name, folder, settings) for name in _with_tensorboard(trackers)]
+        self.trackers: list[MetricTracker] = []
+        for name in _with_tensorboard(trackers):
+            with self._minding(name):
+                self.trackers.append(build_tracker(name, folder, settings))
+
+    @contextmanager
+    def _minding(self, name: str) -> Iterator[None]:
+        """Whatever a tracker's service does, it must not end the run."""
+        try:
+            yield
+        except Exception as error:
+            self.trackers = [tracker for tracker in self.trackers if tracker.name != name]
+            self.say(f"log.trackers: {name} failed and gets no more metrics: {error}")
 
     def resume_at(self, step: int) -> None:
         """Forget what was written for steps after `step`: those steps are trained again."""
@@ -105,19 +133,17 @@ class RunLog:
         self.say(step_line(step, metrics))
         self.progress.update(self.task, completed=step)
         for tracker in list(self.trackers):
-            try:
+            with self._minding(tracker.name):
                 tracker.log(metrics, step)
-            except Exception as error:  # Whatever a tracker's service does, it must not end the run.
-                self.trackers.remove(tracker)
-                self.say(f"log.trackers: {tracker.name} failed and gets no more metrics: {error}")
 
     def rollouts(self, records: list[dict[str, Any]]) -> None:
         _append(self.folder / "rollouts.jsonl", records)
 
     def close(self) -> None:
         self.progress.stop()
-        for tracker in self.trackers:
-            tracker.close()
+        for tracker in list(self.trackers):
+            with self._minding(tracker.name):
+                tracker.close()
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:
@@ -171,13 +197,23 @@ class RunTracker:
     def __init__(self, name: Tracker, folder: Path, settings: dict[str, Any]) -> None:
         self.name = name
         module = importlib.import_module(name)
-        self.run = module.init(project="fastrl_fast", name=folder.name, config=settings)
+        with open(os.devnull) as nobody, _stdin_from(nobody):  # without a login it would ask for one, and wait
+            self.run = module.init(project="fastrl_fast", name=folder.name, config=settings)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.run.log(metrics, step=step)
 
     def close(self) -> None:
         self.run.finish()
+
+
+@contextmanager
+def _stdin_from(source: TextIO) -> Iterator[None]:
+    before, sys.stdin = sys.stdin, source
+    try:
+        yield
+    finally:
+        sys.stdin = before
 
 
 def check_trackers(trackers: list[Tracker]) -> None:
@@ -216,10 +252,17 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a .jsonl with the records to keep; a torn last line, left by a killed process, goes too."""
+    """Rewrite a .jsonl with the records to keep; a torn line, left by a killed process or a full disk, goes too."""
     # Bytes: the tear may be inside a character, and as text a line would also end at U+2028 or U+0085.
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and keep(json.loads(line))]
+    kept = [line for line in lines if line.endswith(b"\n") and _is_whole(line) and keep(json.loads(line))]
     beside = path.with_suffix(".partial")
     beside.write_bytes(b"".join(kept))
     beside.replace(path)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

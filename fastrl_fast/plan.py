@@ -14,7 +14,7 @@ from .grading import empty_columns
 from .memory import Memory, ModelSize, estimate_memory
 from .method_config import STAGED
 from .model import load_tokenizer
-from .packing import ModelShape, microbatch_flops, microbatch_tower_flops, to_train_group
+from .packing import ModelShape, microbatch_flops, microbatch_tower_flops, sharing_limit, to_train_group
 from .rewards.registry import build
 from .rules import require
 from .savings import Passes, flop_sums
@@ -66,16 +66,18 @@ class Plan:
         """Tokens of the largest micro-batch: updates.tokens_per_microbatch, or all that a step can have."""
         config, budget = self.config, self.config.budget
         group = budget.max_group_size if budget.kind in (*STAGED, "knapsack") else budget.group_size
-        row = self._row_tokens(max(len(prompt.token_ids) for prompt in self.prompts), group)
+        row = max(self._row_tokens(length, group) for length in {len(prompt.token_ids) for prompt in self.prompts})
         return min(config.updates.tokens_per_microbatch, config.data.prompts_per_step * int(row))
 
     def _row_tokens(self, prompt: float, group: int) -> float:
         """Of a group of this size, its prompt of so many tokens included."""
-        return prompt * self._copies(group) + group * self.config.rollout.max_completion_tokens
+        return prompt * self._copies(prompt, group) + group * self.config.rollout.max_completion_tokens
 
-    def _copies(self, group: int) -> int:
-        """How often the prompt of a group is computed."""
-        return 1 if self.config.updates.share_prompts else group
+    def _copies(self, prompt: float, group: int) -> int:
+        """How often the prompt of a group, of so many tokens, is computed before completions of full length."""
+        longest = math.inf if self.config.updates.share_prompts else 0.0
+        limit = sharing_limit(round(prompt), [self.config.rollout.max_completion_tokens] * group, longest)
+        return 1 if limit else group
 
     def memory(self, ranks: int) -> Memory:
         """Of one rank, had no rollout been dropped and every completion its full length."""
@@ -112,7 +114,7 @@ class Plan:
         counts = [sum(picture.patches for picture in prompt.pictures) for prompt in self.prompts]
         group, groups = self.config.budget.group_size, self.config.data.prompts_per_step
         fit = min(self.config.updates.tokens_per_microbatch / self._row_tokens(prompt_tokens, group), groups)
-        patches = self._copies(group) * sum(counts) / len(counts)
+        patches = self._copies(prompt_tokens, group) * sum(counts) / len(counts)
         return max(fit * patches, *counts), groups * patches
 
     def flops(self) -> tuple[dict[str, float], float]:

@@ -87,6 +87,7 @@ class RolloutConfig:
             temperature=self.temperature,
             tokens_per_batch=self.tokens_per_batch,
         )
+        require(self.temperature >= 1e-8, "rollout.temperature", "1e-8 or greater", self.temperature)
         require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
         require(0 <= self.min_p < 1, "rollout.min_p", "in [0, 1)", self.min_p)
         not_negative("rollout", top_k=self.top_k)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .config import BudgetConfig, Config
 from .method_config import STAGED
-from .packing import ModelShape
+from .packing import ModelShape, sharing_limit
 from .types import Group
 
 
@@ -50,9 +50,10 @@ def flop_sums(
     `forward`: one forward pass over this rank's micro-batches as they were packed, where a shared prompt is computed
     once in each, `tower` the vision tower's part of it; every phase after sampling is `passes` of it. Sampling a group
     is one forward pass over its prompt and one over each completion behind it (algorithms.md 2.4: 2 P T, 2 P T and
-    6 P T, with the attention's part by the model's shape). Dropped rollouts save what they would have added, sharing
-    their prompt as the kept ones do; a group dropped whole saves its prompt too, and a filtered one all but its
-    sampling. `flops_shared`, over all ranks: a prompt for every kept rollout, less what was spent.
+    6 P T, with the attention's part by the model's shape). Dropped rollouts save what packing all rollouts would have
+    cost more, whether or not those would have shared their prompt; a group dropped whole saves its prompt too, and a
+    filtered one all but its sampling. `flops_shared`, over all ranks: a prompt for every kept rollout, less what was
+    spent.
     """
     generation = apart = dropped = tower_apart = tower_dropped = 0.0
     for group in groups:
@@ -60,10 +61,10 @@ def flop_sums(
         lengths = [len(rollout.completion_ids) for rollout in group.rollouts]
         kept = [len(rollout.completion_ids) for rollout in group.rollouts if rollout.kept]
         generation += _together(shape, prompt, lengths, math.inf) + images * _prompts(prompt, lengths, math.inf)
-        dropped += _together(shape, prompt, lengths, longest_shared) - _together(shape, prompt, kept, longest_shared)
+        of_all, of_kept = (sharing_limit(prompt, some, longest_shared) for some in (lengths, kept))
+        dropped += _together(shape, prompt, lengths, of_all) - _together(shape, prompt, kept, of_kept)
         apart += _together(shape, prompt, kept, 0)
-        computed = _prompts(prompt, kept, longest_shared)
-        tower_dropped += images * (_prompts(prompt, lengths, longest_shared) - computed)
+        tower_dropped += images * (_prompts(prompt, lengths, of_all) - _prompts(prompt, kept, of_kept))
         tower_apart += images * len(kept)
     language = forward - tower
     sums = {"flops/generation": generation}

@@ -188,7 +188,8 @@ def _start(training: TrainingRun) -> None:
     log.resume_at(trainer.steps_done)
     log.say(
         f"{config.model.path}: {parameters / 1e6:.2f}M parameters on {distributed.world_size()} x "
-        f"{trainer.parts.device.type}; {len(data)} prompts ({data.dropped_overlong} too long); "
+        f"{trainer.parts.device.type}; {len(data)} prompts ({data.dropped_overlong} too long"
+        f"{f', {data.dropped_unreadable} with a damaged image' if data.dropped_unreadable else ''}); "
         f"{trainer.total_steps} steps of {config.data.prompts_per_step} prompts x {config.budget.group_size} rollouts"
     )
     if resumed:

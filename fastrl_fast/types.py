@@ -32,6 +32,10 @@ class Picture:
         return self.patches // self.merge**2
 
 
+class UnfitImage(ValueError):
+    """The file of an image is damaged, or it has a shape that the model cannot take."""
+
+
 class ImageReader(Protocol):
     """What prompts, sampling and updates ask of a model's way to read images."""
 
@@ -41,8 +45,8 @@ class ImageReader(Protocol):
         ...
 
     def place(self, token_ids: list[int], images: list[bytes]) -> tuple[list[int], tuple[Picture, ...]]:
-        """The prompt with as many tokens for each image as it takes. Raises ValueError for an image that cannot be
-        read, or one too many or too few for the placeholders."""
+        """The prompt with as many tokens for each image as it takes. Raises UnfitImage for an image that cannot be
+        read, ValueError for one too many or too few for the placeholders."""
         ...
 
     def pixel_values(self, pictures: Sequence[Picture]) -> Tensor:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from .config import DataConfig, ModelConfig
 from .tower import TowerShape
-from .types import ImageReader, Picture
+from .types import ImageReader, Picture, UnfitImage
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """`model_type` of the models whose images can be read; they place tokens and rotary positions alike."""
@@ -120,7 +120,7 @@ class QwenImages:
         """Patches of an image: sides rounded to whole tokens, then scaled into the limits of its area."""
         width, height = image.size
         if max(width, height) > MOST_ELONGATED * min(width, height):
-            raise ValueError(f"is an image of {width} x {height}, longer than {MOST_ELONGATED} times its width")
+            raise UnfitImage(f"is an image of {width} x {height}, longer than {MOST_ELONGATED} times its width")
         factor = self._factor
         sides = [round(side / factor) * factor for side in (height, width)]
         if math.prod(sides) > self._most:
@@ -136,15 +136,15 @@ class QwenImages:
 def decode(data: bytes) -> Image.Image:
     """An image file as 8-bit RGB, upright as its EXIF data say, transparency over white, 16 bits scaled to 8.
 
-    Raises ValueError for what is no image, is cut off, or has more pixels than Pillow takes for sane.
+    Raises UnfitImage for what is no image, is cut off, or has more pixels than Pillow takes for sane.
     """
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
         upright = ImageOps.exif_transpose(image)
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError, EOFError) as error:
+    except Exception as error:  # whatever Pillow's readers raise on foreign bytes
         what = " ".join(str(error).split())
-        raise ValueError(f"is no readable image ({len(data)} bytes): {what}") from error
+        raise UnfitImage(f"is no readable image ({len(data)} bytes): {what}") from error
     if upright.has_transparency_data:
         upright = upright.convert("RGBA")
         ground = Image.new("RGBA", upright.size, "white")

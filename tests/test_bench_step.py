@@ -13,7 +13,7 @@ if not (ROOT / "bench").is_dir():
     pytest.skip("the benches are not beside these tests", allow_module_level=True)
 sys.path.append(str(ROOT))  # behind what is installed: only `bench` is taken from here
 
-from bench import scaling, step, versus_trl  # noqa: E402
+from bench import operators, scaling, step, versus_trl  # noqa: E402
 from bench.floor import update_flops  # noqa: E402
 from bench.load import make_groups, spread_lengths  # noqa: E402
 from fastrl_fast.memory import ModelSize  # noqa: E402
@@ -28,6 +28,31 @@ def test_floor_by_hand():
     assert update_flops(SIZE, groups, shared=False) == 3 * apart
     together = 2 * matrices * 9 + 4 * 4 * 2 * (3**2 / 2 + (2 * 3 + 2) + (4 * 3 + 8)) + 2 * 40 * 6
     assert update_flops(SIZE, groups, shared=True) == 3 * together
+
+
+def test_floor_counts_a_prompt_too_short_to_be_shared_for_each():
+    """2 of 2 x 22 tokens would be spared."""
+    groups = make_groups(2, [[20, 20]])
+    assert update_flops(SIZE, groups, shared=True) == update_flops(SIZE, groups, shared=False)
+
+
+def test_work_of_operators_by_hand():
+    """A product, and attention of 2 x 3 heads forward and backward; what moves bytes faster than memory is a view."""
+    a, b, c = torch.randn(64, 48), torch.randn(48, 80), torch.randn(1000)
+    q, k = torch.randn(2, 3, 40, 8, requires_grad=True), torch.randn(2, 3, 50, 8)
+
+    def run() -> None:
+        a @ b
+        c.view(10, 100)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        torch.autograd.grad(out, q, torch.ones_like(out))
+
+    found, seconds = operators.parts(run, bandwidth=0.0, repeats=2)
+    assert found["matrix products"].flops == 2 * 64 * 48 * 80 and found["matrix products"].calls == 1
+    assert found["attention"].flops == (2 + 5) * 2 * (2 * 3 * 40) * 50 * 8 and found["attention"].calls == 2
+    assert found["views"].calls >= 1 and found["views"].bytes == found["elementwise and copies"].bytes == 0
+    assert sum(part.seconds for part in found.values()) == pytest.approx(seconds)
+    assert operators.moved_bytes([[10, 100], [100], [], []]) == 4 * (1000 + 100 + 1000)
 
 
 def test_floor_counts_kept_rollouts_alone():

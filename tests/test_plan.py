@@ -205,6 +205,18 @@ def test_a_micro_batch_has_no_more_tokens_than_a_step() -> None:
     assert apart.memory(1).head - made.memory(1).head == 2 * 4 * made.size.hidden * more
 
 
+def test_prompts_too_short_to_be_shared_are_planned_for_every_rollout() -> None:
+    """Completions of 2000 tokens behind prompts of about 16, which packing then repeats."""
+    long = RolloutConfig(max_completion_tokens=2000)
+    shared, apart = (
+        _with(rollout=long, updates=UpdatesConfig(share_prompts=share, tokens_per_microbatch=10**6))
+        for share in (True, False)
+    )
+    assert shared.microbatch_tokens == apart.microbatch_tokens
+    assert shared.memory(1) == apart.memory(1)
+    assert shared.flops() == apart.flops()
+
+
 def test_the_cache_has_room_for_no_more_than_is_sampled() -> None:
     """16 rollouts, or more held-out ones, over the ranks."""
     made = _with()

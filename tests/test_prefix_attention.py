@@ -12,7 +12,7 @@ from numerics import assert_at_most_twice
 from torch import Tensor
 
 from fastrl_fast.ops.attention_calls import Blocks, Call, Scores
-from fastrl_fast.ops.prefix_attention import LONG, SHORT, PrefixPlan, plan_prefixes, prefix_attention
+from fastrl_fast.ops.prefix_attention import LONG, SHORT, STEP, PrefixPlan, plan_prefixes, prefix_attention
 from fastrl_fast.ops.varlen_attention import Flash2, Flash3, TorchFlash
 
 LAYOUTS = {
@@ -22,6 +22,7 @@ LAYOUTS = {
     "longer than short": [(SHORT + 9, [SHORT + 1, 2, SHORT + 1, SHORT]), (4, [SHORT * 2, 1])],
     "a completion without tokens": [(4, [0, 3]), (2, [1, 0])],
     "in stairs": [(LONG, [LONG + 1, 5]), (2 * LONG + 3, None), (3, [LONG - 1, 1])],
+    "in three steps": [(3 * STEP - 50, [9, 4])],
     "no completion with tokens": [(4, [0, 0]), (2, [1, 3]), (3, [0, 0])],
 }
 """Of each item the prompt's length and its completions'; None is a whole sequence that shares nothing."""

@@ -4,6 +4,8 @@ import json
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastrl_fast.config import BudgetConfig, Config, DataConfig, LossConfig, ModelConfig, UpdatesConfig
 from fastrl_fast.drop_reasons import FILTERED, SIMILAR
@@ -27,9 +29,9 @@ GROUPS = [
 
 
 def sums(groups: list[Group], shape: ModelShape, passes: Passes, *, longest_shared: float = 0) -> dict[str, float]:
-    """With every group in a micro-batch of its own."""
+    """With every group in a micro-batch of its own, those that share first."""
     trained = [to_train_group(group, longest_shared=longest_shared).sequences for group in groups]
-    forward = sum(microbatch_flops(sequences, shape) for sequences in trained)
+    forward = sum(microbatch_flops(sorted(some, key=lambda s: s.group is None), shape) for some in trained)
     return flop_sums(groups, shape, passes, forward=forward, longest_shared=longest_shared)
 
 
@@ -69,6 +71,29 @@ def test_a_prompt_in_two_micro_batches_is_charged_twice():
     once = FLAT.group_flops(10, [4]) + FLAT.group_flops(10, [6])
     spent = flop_sums(group, FLAT, Passes(0, 0, 1), forward=once, longest_shared=math.inf)
     assert (spent["flops/update"], spent["flops_shared/update"]) == (2000 * 30, 0)
+
+
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=6)), max_size=3
+    ),
+    longest=st.sampled_from([0, 40, 90, math.inf]),
+)
+@settings(max_examples=200, deadline=None)
+def test_what_is_saved_is_what_packing_spares(groups, longest):
+    """Sharing spares what prompts of their own would have added, dropping what packing all rollouts would have."""
+    shape = ModelShape(parameters=1000, layers=2, hidden=16, head=300)
+
+    def cost(dropped: str, bound: float) -> dict[str, float]:
+        made = [
+            Group(Prompt("a", [1] * prompt, "ask", {}), [rollout(n, "" if kept else dropped) for n, kept in lengths])
+            for prompt, lengths in groups
+        ]
+        return sums(made, shape, Passes(old=1.0, reference=0.0, update=3.0), longest_shared=bound)
+
+    spent = cost(SIMILAR, longest)
+    assert spent["flops_shared/old"] == pytest.approx(cost(SIMILAR, 0)["flops/old"] - spent["flops/old"])
+    assert spent["flops_saved/old"] == pytest.approx(cost("", longest)["flops/old"] - spent["flops/old"])
 
 
 def test_attention_is_counted_once_per_token():

@@ -15,12 +15,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..config import DataConfig
-from ..types import ImageReader, Picture, Prompt
+from ..types import ImageReader, Picture, Prompt, UnfitImage
 from .pictures import IMAGE_COLUMNS, image_files, with_placeholders
 from .sources import Row, load_rows
 from .template import Message, PromptTemplate
 
 _PROMPT_COLUMNS = ("prompt", "problem", "question")
+_NAMED = 5
 _ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 
 
@@ -28,10 +29,11 @@ class PromptData:
     """The prompts of a data set, and a cursor that hands out each of them once per epoch.
 
     A row's question becomes `token_ids`, its answer the text `columns["answer"]`, the rest `columns` as they are.
-    Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`. `answer_column` is the name of
-    the answer in the data, None without one. The order of an epoch is a function of (seed, epoch). `section` names the
-    settings in messages: "data" or "eval". `images` is the model's reader, without which no row may have an image.
-    Raises ValueError for what is wrong with the data, naming the row and the column.
+    Prompts longer than max_prompt_tokens are left out and counted in `dropped_overlong`, rows with a damaged image in
+    `dropped_unreadable`, with a warning; more than half of them are an error. `answer_column` is the name of the answer
+    in the data, None without one. The order of an epoch is a function of (seed, epoch). `section` names the settings in
+    messages: "data" or "eval". `images` is the model's reader, without which no row may have an image. Raises
+    ValueError for what is wrong with the data, naming the row and the column.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PromptData:
         self._images = images
         self.answer_column: str | None = None
         template = PromptTemplate(config, tokenizer)
+        self.dropped_unreadable = 0
         rows = load_rows(config.path, config.split, field=self._path_field)
         prompts = self._prompts(rows, template)
         self._kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
@@ -140,15 +143,32 @@ class PromptData:
             columns.append({name: row.get(name) for name in found if name not in (question, image)})
             if answer is not None:
                 columns[-1]["answer"] = self._answer(row.get(answer), number, answer)
-        prompts = []
+        prompts: list[Prompt] = []
+        unfit: list[str] = []
         encoded = zip(_row_ids(rows), template.encode(rendered), texts, columns, files, strict=True)
         for number, (name, tokens, text, rest, held) in enumerate(encoded, 1):
             pictures: tuple[Picture, ...] = ()
             if self._images is not None:
-                with self._row(number, image or question):
-                    tokens, pictures = self._images.place(tokens, held)
+                try:
+                    with self._row(number, image or question):
+                        tokens, pictures = self._images.place(tokens, held)
+                except ValueError as error:
+                    if not isinstance(error.__cause__, UnfitImage):
+                        raise
+                    unfit.append(f"{error} (id {name})")
+                    continue
             prompts.append(Prompt(id=name, token_ids=tokens, text=text, columns=rest, pictures=pictures))
+        self._leave_out(unfit, len(rows))
         return prompts
+
+    def _leave_out(self, unfit: list[str], rows: int) -> None:
+        """Say which rows have an image that cannot be read; where most have one, something else is wrong."""
+        self.dropped_unreadable = len(unfit)
+        if 2 * len(unfit) > rows:
+            raise ValueError(f"{unfit[0]}; so are {len(unfit)} of {rows} rows")
+        if unfit:
+            some = "; ".join(unfit[:_NAMED]) + ("; ..." if len(unfit) > _NAMED else "")
+            warnings.warn(f"{len(unfit)} of {rows} rows are left out: {some}", stacklevel=2)
 
     def _image_files(self, row: Row, number: int, column: str | None) -> list[bytes]:
         if column is None:
@@ -206,7 +226,8 @@ def _question(value: object) -> str | list[Message]:
 
 def _row_ids(rows: list[Row]) -> list[str]:
     """The column `id` where it names every row differently, else a hash of the row's content and its occurrence."""
-    given = [str(row["id"]) for row in rows if row.get("id") is not None]
+    # Half a surrogate pair has no UTF-8, which the fingerprint and files need.
+    given = [str(row["id"]).encode("utf-8", "backslashreplace").decode() for row in rows if row.get("id") is not None]
     if len(set(given)) == len(rows):
         return given
     seen: Counter[str] = Counter()

@@ -1,6 +1,7 @@
 """A second forward pass for a transformers model that others train: packed rows in, logprobs out, prompts shared."""
 
 import functools
+import math
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..attention import PACKED
 from ..ops import packed_logprobs
 from ..ops.packed_attention import segments
 from ..ops.prefix_attention import plan_prefixes
-from ..packing import Sequence, pack
+from ..packing import Sequence, pack, sharing_limit
 from ..types import PackedBatch
 
 
@@ -81,16 +82,18 @@ def can_share(lm: PreTrainedModel) -> bool:
 
 def to_sequences(input_ids: Tensor, mask: Tensor, completion_length: int, *, share: bool) -> list[Sequence]:
     """Rows of a padded batch [B, T], prompts padded on the left and completions, the last `completion_length` columns,
-    on the right; neighbours with the same prompt become a group where `share`."""
+    on the right; neighbours with the same prompt become a group where `share` and that is worth it."""
     cut = input_ids.shape[1] - completion_length
     rows = list(zip(input_ids.tolist(), mask.bool().tolist(), strict=True))
     prompts = [[t for t, real in zip(ids[:cut], kept[:cut], strict=True) if real] for ids, kept in rows]
     completions = [[t for t, real in zip(ids[cut:], kept[cut:], strict=True) if real] for ids, kept in rows]
     sequences = []
-    for number, (_, run) in enumerate(groupby(zip(prompts, completions, strict=True), key=lambda pair: pair[0])):
-        for prompt, completion in run:
+    for number, (prompt, run) in enumerate(groupby(zip(prompts, completions, strict=True), key=lambda pair: pair[0])):
+        answers = [completion for _, completion in run]
+        limit = sharing_limit(len(prompt), list(map(len, answers)), math.inf if share else 0)
+        for completion in answers:
             nothing = [0.0] * len(completion)
-            sequences.append(Sequence(prompt, completion, nothing, 0.0, 1.0, number if share else None))
+            sequences.append(Sequence(prompt, completion, nothing, 0.0, 1.0, number if limit else None))
     return sequences
 
 

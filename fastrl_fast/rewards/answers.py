@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BETWEEN = re.compile(r"[\s$]*(?:,?\s*(?:and|or)|[,;和或])[\s$]*\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _THOUGHT_END = re.compile(r"</think(?:ing)?>")
 _TAGGED = re.compile(r".*<answer>(.*)</answer>", re.DOTALL)
@@ -17,6 +18,11 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[。！]|[.!](?=\s|$)|(?:,|(?<!\s))\s+(?:because|since|as)\s")
+_TEXT = re.compile(r"\\text[a-z]*\s*\{([^{}]*)\}")
+_STATES = re.compile(
+    r"\s*(?:(?:so|thus|therefore),?\s+)?(?:the\s+)?(?:\w+\s+)?(?:answer|option|choice)\s*(?:is|:|=)\s*:?\s*",
+    re.IGNORECASE,
+)
 _LONGEST_BARE = 200
 
 
@@ -53,6 +59,11 @@ def gold_text(gold: Any) -> str | None:
 
 def find_boxes(text: str) -> list[str]:
     r"""The contents of the outermost \boxed{...} and \fbox{...}, in order; unclosed ones are left out. Linear time."""
+    return [text[start + 1 : end] for start, end in _outermost(text)]
+
+
+def _outermost(text: str) -> list[tuple[int, int]]:
+    """The places of the braces of the outermost boxes."""
     starts = {found.end() for found in _BOX.finditer(text)}
     if not starts:
         return []
@@ -67,7 +78,7 @@ def find_boxes(text: str) -> list[str]:
                 while boxes and boxes[-1][0] > start:  # it was inside this one
                     boxes.pop()
                 boxes.append((start, brace.start()))
-    return [text[start + 1 : end] for start, end in boxes]
+    return boxes
 
 
 def last_box(text: str) -> str | None:
@@ -76,6 +87,16 @@ def last_box(text: str) -> str | None:
     while boxes and (inner := find_boxes(boxes[-1])):
         boxes = inner
     return boxes[-1].strip() if boxes else None
+
+
+def joined_boxes(text: str) -> str:
+    r"""`\boxed{1}` and `\boxed{2}` as one list, where but a word of joining is between; empty for a single box."""
+    text = _THOUGHT_END.split(text)[-1]
+    boxes = [] if "</answer>" in text else _outermost(text)
+    first = len(boxes) - 1
+    while first > 0 and _BETWEEN.fullmatch(text, boxes[first - 1][1] + 1, boxes[first][0]):
+        first -= 1
+    return ", ".join(text[start + 1 : end] for start, end in boxes[first:]) if 0 <= first < len(boxes) - 1 else ""
 
 
 def final_answer(text: str, *, truncated: bool = False) -> str | None:
@@ -104,10 +125,10 @@ def _marked(text: str, truncated: bool) -> str | None:
     if start >= 0:
         content = text[start + len("<answer>") : end].strip()
         inside = last_box(content)
-        return content if inside is None else inside
+        return _stated(content if inside is None else inside)
     box = last_box(text)
     if box is not None or truncated:
-        return box
+        return box if box is None else _stated(box)
     found = _UNBRACED.findall(text) or _HASHES.findall(text)
     if found:
         return str(found[-1]).strip()
@@ -118,3 +139,10 @@ def _marked(text: str, truncated: bool) -> str | None:
     while later := _PHRASE.search(line):
         line = later[1]
     return None if "\\boxed" in line else _SENTENCE_END.split(line.strip(), maxsplit=1)[0].strip(" *_")
+
+
+def _stated(text: str) -> str:
+    r"""What a block or box says that the answer is: 5 of `\text{The answer is } 5`."""
+    plain = _TEXT.sub(r"\1", text)
+    found = _STATES.match(plain)
+    return plain[found.end() :] if found else text

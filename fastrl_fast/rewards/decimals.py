@@ -9,6 +9,7 @@ from .value import Unreadable, add, close_value, multiply, number
 from .words import VARIABLE
 
 _DECIMAL = re.compile(r"-?\d*\.\d+")
+_NUMBER = re.compile(r"-?\d*\.?\d+")
 _LONG_DIGITS = 10
 _LONG_TOLERANCE = 1e-9
 
@@ -16,11 +17,14 @@ _LONG_TOLERANCE = 1e-9
 def rounds_to(text: str, decimal: str) -> bool:
     r"""Whether a value that is no decimal itself is about the decimal behind it, as in `3\pi \approx 9.42`."""
     (text, _), (decimal, _) = split_unit(text), split_unit(decimal)
-    if "." in text or not _DECIMAL.fullmatch(decimal) or VARIABLE.search(text):
+    if "." in text or not _NUMBER.fullmatch(decimal) or set(VARIABLE.findall(text)) - {"e"}:
         return False
     try:
-        gap = number(add(evaluate(text), multiply(Fraction(-1), evaluate(decimal))))
+        value = evaluate(text)
+        gap = number(add(value, multiply(Fraction(-1), evaluate(decimal))))
     except Unreadable:
+        return False
+    if "." not in decimal and isinstance(value, Fraction):  # 7/2 is not 4
         return False
     return bool(abs(gap) <= 0.5 * 10.0 ** -len(decimal.partition(".")[2]))
 

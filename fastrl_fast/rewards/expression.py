@@ -38,7 +38,8 @@ _LATEX_MIXED = re.compile(r"\s*(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{
 
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     name: getattr(mp, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")
-} | {"arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "log": mp.log10, "lg": mp.log10}
+} | {"arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "log": mp.log10, "lg": mp.log10, "cis": mp.expj}
+_INVERSE = {name: getattr(mp, f"a{name}") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
 _GREEK = re.compile("alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|rho|sigma|omega|tau|epsilon")
 _ROUNDED = {"lfloor": r"\rfloor", "lceil": r"\rceil"}
 _LETTER = re.compile(rf"[A-Za-z]|\\(?:{_GREEK.pattern})")
@@ -134,15 +135,17 @@ class _Reader:
         return value
 
     def _exponent(self) -> Value:
-        if self._peek() in ("-", "+"):
-            return self._signed()
-        return self._power()
+        return self._deeper(self._signed if self._peek() in ("-", "+") else self._power)
 
     def _atom(self) -> Value:
-        self._depth += 1  # whatever nests, nests through here
+        return self._deeper(self._primary)
+
+    def _deeper(self, read: Callable[[], Value]) -> Value:
+        """What `read` reads; whatever nests, nests through here."""
+        self._depth += 1
         if self._depth > _DEEPEST:
             raise Unreadable("too deep")
-        value = self._primary()
+        value = read()
         self._depth -= 1
         return value
 
@@ -239,11 +242,14 @@ class _Reader:
             base = self._argument()
         if self._peek() == "^":
             self._take()
-            exponent = self._argument(one_digit=True)
+            exponent = self._exponent() if self._peek() == "-" else self._argument(one_digit=True)
         argument = number(self._argument() if self._peek() in ("(", "{") else self._bare_argument())
         if abs(argument) > 10**6:
             raise TooLarge("argument of a function")
-        value = _FUNCTIONS[name](argument)
+        if exponent == -1 and name in _INVERSE:
+            value, exponent = _INVERSE[name](argument), None
+        else:
+            value = _FUNCTIONS[name](argument)
         if base is not None:
             value = mp.log(argument) / mp.log(number(base))
         if not mp.isfinite(value):

@@ -14,6 +14,7 @@ _HEAVY = re.compile(
     r"\^[\s{(]*\d{3,}|\^[\s{(]*[^\s{}()]+\s*\^|\^\s*\{[^}]*\^|\d{30,}|\d{3,}[\s)}]*!|!\s*!|\d[eE]\d{2,}"
 )
 _MOST_POWERS = 4
+_MOST_DIVISIONS = 12
 _LONGEST = 300
 _DEEPEST = 20
 
@@ -36,6 +37,8 @@ def unfit(text: str) -> bool:
     """Whether the library must not see this: too long, brackets that do not match or nest deep, powers that it would
     work out."""
     if len(text) > _LONGEST or _HEAVY.search(text) or text.count("^") > _MOST_POWERS:
+        return True
+    if text.count("/") + text.count("\\frac") > _MOST_DIVISIONS:  # twice as long for each
         return True
     try:
         evaluate(text)

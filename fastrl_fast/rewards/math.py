@@ -8,23 +8,24 @@ import functools
 import re
 from typing import Any
 
-from .answers import bare_answer, final_answer, gold_text, text_of
+from .answers import bare_answer, final_answer, gold_text, joined_boxes, text_of
 from .choices import golds
-from .decimals import close_decimal, rounds_to
-from .expression import evaluate
+from .clock import is_time
+from .decimals import rounds_to
 from .faults import guarded
 from .library import library_parse, same_by_library, unfit
-from .notation import normalise, squeeze
+from .notation import normalise
 from .numerals import decimal_comma
+from .quantity import has_value, same_quantity, squeezed
+from .relation import replaced, same_relation
+from .scales import aligned
 from .structure import Items, as_interval, items, named, sides
 from .units import split_unit
-from .value import TooLarge, Unreadable, divide, same_value
-from .words import VARIABLE, chooses, chosen, chosen_with_text, is_formula, is_prose, words
+from .words import chooses, chosen, chosen_with_text, is_prose, words
 
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf)[a-z]*\s*\{[^{}]*\}")
-_POINTS = 3
-_LETTERS = re.compile(r"[A-Za-z]{2,3}")
 _COMMA = re.compile(r"\s*,\s*")
+_OF_LETTER = re.compile(r"([A-Za-z])\(([a-z])\)")
 _LONGEST = 2000
 _INTERVALS = ("()", "[]", "(]", "[)", "\\cup")
 
@@ -64,9 +65,9 @@ def equal(gold: str, answer: str) -> bool | None:
         return None
     if len(answer) > _LONGEST:
         return False
-    given = normalise(answer)
+    right, given = map(normalise, aligned(gold, answer))
     # 1,234 may be one number or two: whoever writes the same commas means the same.
-    return bool(given) and (_COMMA.sub(",", gold) == _COMMA.sub(",", answer) or _same(normalise(gold), given))
+    return bool(given) and (_COMMA.sub(",", gold) == _COMMA.sub(",", answer) or _same(right, given))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,11 +84,13 @@ def _readable_gold(gold: str) -> bool:
 def _readable(right: str) -> bool:
     if parts := items(right):
         return all(_readable(part) or "\\infty" in part or part == "\\ldots" for part in parts.parts)
-    if words(split_unit(right)[0]) or chosen(right):
+    if words(split_unit(right)[0]) or chosen(right) or chosen_with_text(right) or is_time(right):
         return True
+    if (parted := named(right))[0]:
+        return _readable(parted[1])
     if right.count(":") > 1:
-        return all(map(_has_value, right.split(":")))
-    return all(map(_has_value, sides(right))) or (not unfit(right) and bool(library_parse(right)))
+        return all(map(has_value, right.split(":")))
+    return all(map(has_value, sides(right))) or (not unfit(right) and bool(library_parse(right)))
 
 
 def _score(text: str, gold: str | None, truncated: bool, choices: Any = None) -> float | None:
@@ -98,20 +101,25 @@ def _score(text: str, gold: str | None, truncated: bool, choices: Any = None) ->
         answer = bare_answer(text)
         if answer is not None and is_prose(split_unit(named(normalise(answer))[1])[0]):
             answer = None
-    verdicts = [equal(right, answer or "") for right in golds(gold, choices)]
-    known = [verdict for verdict in verdicts if verdict is not None]
+    rights = golds(gold, choices)
+    known = [verdict for right in rights if (verdict := equal(right, answer or "")) is not None]
+    if known and not any(known) and (several := joined_boxes(text)):
+        known = [bool(equal(right, several)) for right in rights]
     return float(any(known)) if known else None
 
 
 def _same(right: str, given: str, depth: int = 0) -> bool:
-    if _squeezed(right) == _squeezed(given):
+    if squeezed(right) == squeezed(given):
         return True
     if letter := chosen(right):
         return chooses(given, letter)
     if depth > 4:
         return False
     if choice := chosen_with_text(right):
-        return chooses(given, choice[0]) or (not chosen_with_text(given) and _same(choice[1], given, depth + 1))
+        other = chosen_with_text(given)
+        if other and other[0] == choice[0] and has_value(choice[1]) and has_value(other[1]):
+            return _same(choice[1], other[1], depth + 1)  # the right letter with a wrong number is not right
+        return chooses(given, choice[0]) or (not other and _same(choice[1], given, depth + 1))
     if choice := chosen_with_text(given):
         return _same(right, choice[1], depth + 1)
     many, others = items(right), items(given)
@@ -129,7 +137,7 @@ def _same(right: str, given: str, depth: int = 0) -> bool:
         return _same_as_list(many, right, given, depth, list_is_gold=True)
     if others:
         return _same_as_list(others, given, right, depth, list_is_gold=False)
-    return _same_values(right, given)
+    return same_quantity(right, given)
 
 
 def _same_as_list(many: Items, text: str, other: str, depth: int, *, list_is_gold: bool) -> bool:
@@ -141,14 +149,10 @@ def _same_as_list(many: Items, text: str, other: str, depth: int, *, list_is_gol
     if many.alone:
         return many.parts[0] != r"\emptyset" and same(many.parts[0])
     if number := decimal_comma(split_unit(text)[0]):
-        return _same_values(number, split_unit(other)[0])
-    if _has_value(other):  # one answer is no list of answers
+        return same_quantity(number, split_unit(other)[0])
+    if has_value(other):  # one answer is no list of answers
         return False
     return same_by_library(text, other) if list_is_gold else same_by_library(other, text)
-
-
-def _squeezed(text: str) -> str:
-    return squeeze(text).casefold() if words(text) else squeeze(text)
 
 
 def _same_equations(right: str, given: str, depth: int) -> bool | None:
@@ -158,21 +162,26 @@ def _same_equations(right: str, given: str, depth: int) -> bool | None:
         bool(right_name) != bool(given_name) and ("=" not in (given if right_name else right))
     ):
         return _same(right_value, given_value, depth + 1)
+    if renamed := _renamed(right_name, given_name, given_value):
+        return _same(right_value, renamed, depth + 1)
     left, other = sides(right), sides(given)
+    if 1 < len(left) != len(other) > 1 and left[0] == other[0]:
+        return _same("=".join(left[1:]), "=".join(other[1:]), depth + 1)
     if len(left) == 1 and len(other) > 1:
         return any(_same(right, part, depth + 1) for part in _chain(other, depth))
     if len(other) == 1 and len(left) > 1:
         return any(_same(part, given, depth + 1) for part in _chain(left, depth))
     if len(left) != 2 or len(other) != 2:
         return None
-    try:
-        ratios = []
-        for point in range(_POINTS):
-            first, second = (evaluate(f"({pair[0]}) - ({pair[1]})", point=point) for pair in (left, other))
-            ratios.append(divide(first, second))
-    except (Unreadable, ZeroDivisionError):
-        return None
-    return ratios[0] != 0 and all(same_value(ratio, ratios[0]) for ratio in ratios)
+    return same_relation(left, other)
+
+
+def _renamed(right: str, given: str, value: str) -> str:
+    """The value of f(t) in the letter of f(x), which may be the same function; empty where it is no such thing."""
+    found = _OF_LETTER.fullmatch(right), _OF_LETTER.fullmatch(given)
+    if not (found[0] and found[1]) or found[0][1] != found[1][1] or replaced(value, found[0][2], "") != value:
+        return ""
+    return replaced(value, found[1][2], found[0][2])
 
 
 def _same_items(right: Items, given: Items, depth: int) -> bool:
@@ -195,11 +204,6 @@ def _same_items(right: Items, given: Items, depth: int) -> bool:
     return True
 
 
-def _is_product(text: str, other: str) -> bool:
-    """Whether two or three letters are a product, `xy`, because the other answer is a formula."""
-    return bool(_LETTERS.fullmatch(text)) and is_formula(other)
-
-
 def _distinct(many: Items, depth: int) -> Items:
     """A set without what it names twice."""
     if many.brackets != "{}":
@@ -211,69 +215,8 @@ def _distinct(many: Items, depth: int) -> Items:
     return Items(brackets=many.brackets, parts=tuple(parts))
 
 
-def _same_values(right: str, given: str) -> bool:
-    (right, right_unit), (given, given_unit) = split_unit(right), split_unit(given)
-    if given_unit != right_unit and _other_unit(right_unit, given_unit):
-        return False
-    if (words(right) and not _is_product(right, given)) or (words(given) and not _is_product(given, right)):
-        return _squeezed(right) == _squeezed(given)
-    if right.count(":") > 1 or given.count(":") > 1:
-        return _same_ratios(right.split(":"), given.split(":"))
-    try:
-        value = evaluate(right)
-    except TooLarge:
-        return False
-    except Unreadable:
-        return same_by_library(right, given)
-    try:
-        if right.endswith("%") != given.endswith("%"):
-            return _same_percent(right, given)
-        points = range(_POINTS if VARIABLE.search(right + given) else 1)
-        return close_decimal(right, given) or all(
-            same_value(value if point == 0 else evaluate(right, point=point), evaluate(given, point=point))
-            for point in points
-        )
-    except Unreadable:
-        return False
-
-
-def _same_ratios(right: list[str], given: list[str]) -> bool:
-    """Whether 1:2:3 is 2:4:6."""
-    if len(right) != len(given):
-        return False
-    try:
-        first, *rest = (divide(evaluate(a), evaluate(b)) for a, b in zip(right, given, strict=True))
-    except (Unreadable, ZeroDivisionError):
-        return False
-    return all(same_value(first, ratio) for ratio in rest)
-
-
-def _other_unit(right: str, given: str) -> bool:
-    """Whether two units contradict each other: one may be left out (a base only by the answer) or be in Chinese."""
-    if not (right and given):
-        return given.startswith("base")
-    return right.isascii() == given.isascii()
-
-
-def _has_value(text: str) -> bool:
-    try:
-        evaluate(split_unit(text)[0])
-    except Unreadable:
-        return False
-    return True
-
-
-def _same_percent(right: str, given: str) -> bool:
-    """50% is 0.5; and where one side leaves the sign out, 50% is 50, but 0.5% is not 0.5 when it was not asked for."""
-    value, answer = evaluate(right), evaluate(given)
-    if same_value(value, answer):
-        return True
-    plain = same_value(evaluate(right.rstrip("%")), evaluate(given.rstrip("%")))
-    return plain and (right.endswith("%") or abs(value) > 1)
-
-
 def _chain(parts: list[str], depth: int) -> list[str]:
     """What is one value in `a = b = c`, but for a name at the beginning: all of 2 + 3 = 5, and nothing of x + 1 = 5."""
-    values = parts[1:] if named(f"{parts[0]} = 0")[0] else parts
+    values = parts[1:] if named(f"{parts[0]} = {parts[1]}")[0] else parts
     same = all(_same(part, values[-1], depth + 1) or rounds_to(part, values[-1]) for part in values[:-1])
     return values if same else []

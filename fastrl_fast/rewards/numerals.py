@@ -16,8 +16,11 @@ _SPACED = re.compile(r"([-+]?[1-9]\d{0,2}(?: \d{3})+)(?:[.,](\d+))?(?=\s*[A-Za-z
 _CONTINENTAL = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+),(\d+)(?!\d|[.,]\d)")
 _DOTTED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\d|[.,]\d)")
 _HUNDREDTHS = re.compile(r"(?<![\d.,])(\d+),(0\d+)(?![\d.,])")
-_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
+_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+\s*%?")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+_DOTS_AT_ENDS = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?")
+_GOING_ON = re.compile(r"(\d*)\.(\d{0,8}?)(?:(\d)\3{2,}|(\d{2,12}?)\4+)\s*\\ldots(?![a-z])")
+_IN_BRACKETS = re.compile(r"(\s*[-+]?)(\d*)\.(\d*)\((\d+)\)\s*")
 _ILLIONS = re.compile(r"(?<=\d)\s*(thousand|million|billion|trillion)s?(?![A-Za-z])")
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LONGEST_PERIOD = 100
@@ -37,7 +40,7 @@ def plain_numbers(text: str) -> str:
     Between brackets a comma parts items, unless those are parted by comma and space. `3,5` stays as it is: it may be
     two numbers, which 3,05 is not. 1.5 million becomes a product, a repeating decimal a fraction.
     """
-    text = _REPEATING.sub(_as_fraction, text)
+    text = _repeating(text)
     text = _ILLIONS.sub(lambda found: rf"\cdot 10^{{{_ZEROS[found[1]]}}}", text)
     if spaced := _SPACED.match(text):
         text = spaced[1].replace(" ", "") + (f".{spaced[2]}" if spaced[2] else "") + text[spaced.end() :]
@@ -53,6 +56,17 @@ def plain_numbers(text: str) -> str:
 def decimal_comma(text: str) -> str | None:
     """`3,5` read as one number, 3.5; None where the text is anything else."""
     return text.replace(",", ".") if _DECIMAL_COMMA.fullmatch(text) else None
+
+
+def _repeating(text: str) -> str:
+    r"""Repeating decimals as fractions: `0.1\overline{6}`, `0.\dot{1}\dot{2}`, 0.1666..., and 0.1(6) alone."""
+    if "\\ldots" in text:
+        text = _GOING_ON.sub(r"\1.\2\\overline{\3\4}", text)
+    elif found := _IN_BRACKETS.fullmatch(text):
+        text = rf"{found[1]}{found[2]}.{found[3]}\overline{{{found[4]}}}"
+    if "." not in text or "\\" not in text:
+        return text
+    return _REPEATING.sub(_as_fraction, _DOTS_AT_ENDS.sub(r"\\overline{\1\2\3}", text))
 
 
 def _as_fraction(found: "re.Match[str]") -> str:

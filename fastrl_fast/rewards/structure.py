@@ -9,19 +9,27 @@ from .value import Unreadable, number
 _MOST_ITEMS = 40
 _MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-_NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([a-z]\))?"
+_LETTER_NAME = r"(?:\{?[A-Za-z]\}?|\\(?!pi(?![a-z]))[a-z]+)(?:_(?:\w+|\{[^{}]*\}))?'*(?:\(-?\w+\))?"
+_OF = r"[PEVf-hFGH]\([^()]*\)|\\(?:sin|cos|tan|cot|sec|csc)\s*\(?(?:[A-Z]|\\(?:angle\s*[A-Z]+|[a-z]+))\s*\)?"
 _POINTS = r"\d?[A-Z](?:\s*[A-Z])*|\d"
 _OF_FIGURE = rf"(?:m\s*)?\\(?:angle|widehat|overline|overarc|arc|triangle)\s*(?:{_POINTS}|\{{\s*(?:{_POINTS})\s*\}})"
-_LENGTH = r"[A-Z]\s*[A-Z]"
-_POINT = r"\([A-Za-z](?:\s*,\s*[A-Za-z])+\)"
-_NAMED = re.compile(rf"\s*({_NAME}|{_POINT}|{_OF_FIGURE}|{_LENGTH})\s*(?:=|\\in(?![a-z]))\s*(.+)", re.DOTALL)
+_LENGTH = r"[A-Z]\s*[A-Z]|\|\s*(?:z|\{?\s*[A-Z]\s*[A-Z]\s*\}?)\s*\|"
+_POINT = r"\((?:[A-Za-z]|\\[a-z]+)(?:\s*,\s*(?:[A-Za-z]|\\[a-z]+))+\s*\)"
+_IN_WORDS = r"[A-Za-z]{4,}(?:\s+[A-Za-z]+){0,4}"
+_WORKED_OUT = r"\\(?:int|sum|prod|lim)(?![a-z]).*"
+_NAME = rf"\s*(?:{_LETTER_NAME}|{_OF}|{_POINT}|{_OF_FIGURE}|{_LENGTH}|{_IN_WORDS}|{_WORKED_OUT})\s*"
+_NAMED = re.compile(_NAME, re.DOTALL)
+_MEMBER = re.compile(rf"({_NAME})\\in(?![a-z])\s*(.+)", re.DOTALL)
+_LABEL = re.compile(r"\s*[A-Z]\s*(?=\()")
+_CASES = re.compile(
+    r"(?:\\\{)?\s*\\begin\{(cases|aligned|gathered|array)\}(?:\{[clr|]*\})?(.*=.*)\\end\{\1\}", re.DOTALL
+)
 _REL = r"\s*(<|>|\\le(?![a-z])|\\ge(?![a-z]))\s*"
 _RAY = re.compile(rf"([a-z]){_REL}([^<>,=]+)")
 _REVERSED_RAY = re.compile(rf"([^<>,=]+?){_REL}([a-z])")
 _CHAIN = re.compile(rf"([^<>,=]+?){_REL}([a-z]){_REL}([^<>,=]+)")
 _LESS = ("<", "\\le")
 _MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
-_EQUALS = re.compile(r"(?<![<>!\\])=")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -47,22 +55,38 @@ class Items:
 def items(text: str) -> Items | None:
     r"""Take `(1, 2]`, `\{1, 2\}`, `1, 2`, `a \pm b`, `A \cup B` or a matrix apart; None for a single thing."""
     text = text.strip()
+    if system := _CASES.fullmatch(text):
+        text = ",".join(line for line in system[2].replace("&=", "=").split("\\\\") if line.strip())
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
         shape = "x".join(str(len(row)) for row in rows)
         return Items(brackets=f"matrix {shape}", parts=tuple(cell.strip() for row in rows for cell in row))
-    if text.count("\\pm") == 1:
-        return Items(brackets="", parts=(text.replace("\\pm", "+"), text.replace("\\pm", "-")))
+    if text.count("\\pm") == 1 and not _several(text):
+        return Items(brackets="", parts=_both(text))
     union = _split(text, "\\cup")
     if len(union) > 1:
         return Items(brackets="\\cup", parts=tuple(union))
     brackets, inside = _opened(text)
+    if not brackets and (label := _LABEL.match(text)) and "," in text:
+        brackets, inside = _opened(text[label.end() :])
     parts = _split(inside, ",")
+    if len(parts) > 1 and "\\pm" in inside and brackets in ("", "{}"):
+        parts = [one for part in parts for one in (_both(part) if part.count("\\pm") == 1 else (part,))]
     if brackets == "[]" and (matrix_of_lists := _rows(parts)):
         return matrix_of_lists
     if len(parts) > _MOST_ITEMS or (len(parts) == 1 and brackets != "{}"):
         return None
     return Items(brackets=brackets, parts=tuple(parts)) if all(parts) else None
+
+
+def _several(text: str) -> bool:
+    """Whether it is a list or a set, whose members have a \\pm of their own."""
+    brackets, inside = _opened(text)
+    return brackets in ("", "{}") and len(_split(inside, ",")) > 1
+
+
+def _both(text: str) -> tuple[str, str]:
+    return text.replace("\\pm", "+"), text.replace("\\pm", "-")
 
 
 def as_interval(text: str) -> tuple[str, Items] | None:
@@ -97,15 +121,21 @@ def as_interval(text: str) -> tuple[str, Items] | None:
 def named(text: str) -> tuple[str, str]:
     r"""Part `x = 5`, `f(x) = 2x`, `AB = 5` or `m\angle A = 5` into name and value; the name is empty where it is
     no such thing."""
-    found = _NAMED.fullmatch(text)
-    if not found or _EQUALS.search(found[2]):
-        return "", text
-    return found[1].replace("{", "").replace("}", ""), found[2]
+    name, *values = sides(text)
+    if len(values) == 1 and values[0] and _NAMED.fullmatch(name):
+        # e is about 2.7, but may be an eccentricity
+        return ("", text) if name == "e" and values[0].startswith("2.7") else (_bare(name), values[0])
+    found = _MEMBER.fullmatch(text) if "\\in" in text and not values else None
+    return (_bare(found[1]), found[2]) if found else ("", text)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s{}]", "", name)
 
 
 def sides(text: str) -> list[str]:
     """The parts of `a = b = c`."""
-    return [part.strip() for part in _EQUALS.split(text)]
+    return _split(text, "=") if "=" in text else [text.strip()]
 
 
 _Bound = tuple[str, str] | None

@@ -13,7 +13,7 @@ _SPELLINGS = {
     "ft": "foot feet",
     "yd": "yard",
     "mi": "mile",
-    "g": "gram gramme 克",
+    "g": "gm gram gramme 克",
     "kg": "kilogram kilo kilogramme 千克 公斤",
     "mg": "milligram",
     "lb": "pound",
@@ -37,6 +37,7 @@ _SPELLINGS = {
     "°f": "f fahrenheit",
     "person": "people",
     "cc": "cm^3",
+    "rad": "radian",
 }
 _CANONICAL = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _SQUARE = re.compile(r"(?:square|sq\.?)\s+(.+)|(.+)\s+squared|平方(.+)")
@@ -50,18 +51,32 @@ _WITH_UNIT = re.compile(
     re.DOTALL,
 )
 _SHORT_UNITS = re.compile(
-    "[mgshlLCFJNWVA]|[cmkd]m|k?g|mg|lb|oz|ft|in|yd|mi|m[lL]|hr|min|sec|sq|km/?h|mph|kph|k?Hz|cc|lbs|hrs"
+    "[mgshlLCFJNWVA]|gm|rad|[cmkd]m|k?g|mg|lb|oz|ft|in|yd|mi|m[lL]|hr|min|sec|sq|km/?h|mph|kph|k?Hz|cc|lbs|hrs"
 )
 _LETTERS = re.compile(r"[A-Za-z](\s+[A-Za-z])*(?:\s*\^\s*\{?\s*[23]\s*\}?)?")
 _LONGEST = 200
-_IN_BASE = re.compile(r"([0-9A-F]+)\s*_\s*\{?\s*(\d+)\s*\}?")
+_DIGITS = r"([-+]?)\(?\s*(?:\\overline\s*\{)?([0-9A-F]+)\}?\s*\)?"
+_IN_BASE = re.compile(rf"{_DIGITS}\s*(?:_\s*\{{?\s*(\w+)\s*\}}?|\(?\s*(?:in\s+)?base\s+(\w+)\s*\)?)")
+_BASES = {
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "ten": "10",
+}
+_MODULO = re.compile(r"(.*?)\s*\\mod\{(\w+)\}", re.DOTALL)
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """Part `35 cm`, `20 square feet` or `52_8` into number and unit or base; empty where there is none."""
-    based = _IN_BASE.fullmatch(text)
-    if based and _is_base(based[1], based[2]):
-        return based[1], f"base {based[2]}"
+    if (based := _IN_BASE.fullmatch(text)) and _is_base(based[2], base := _base(based)):
+        return based[1] + based[2], f"base {base}"
+    if "\\mod" in text and (residue := _MODULO.fullmatch(text)):
+        return residue[1], f"mod {residue[2]}"
     found = _WITH_UNIT.match(text) if len(text) <= _LONGEST else None
     if not found:
         return text, ""
@@ -73,9 +88,19 @@ def split_unit(text: str) -> tuple[str, str]:
     return (text, "") if _is_factor(body, unit) else (body, _canonical(unit))
 
 
+def _base(found: "re.Match[str]") -> str:
+    base = found[3] or found[4]
+    return _BASES.get(base, base)
+
+
 def _is_base(digits: str, base: str) -> bool:
     """Whether `52_8` is a number in base 8; `A_1` is a name."""
-    return len(base) < 3 and 2 <= int(base) <= 36 and all(int(digit, 16) < int(base) for digit in digits)
+    return (
+        base.isdecimal()
+        and len(base) < 3
+        and 2 <= int(base) <= 36
+        and all(int(digit, 16) < int(base) for digit in digits)
+    )
 
 
 def _is_factor(body: str, unit: str) -> bool:

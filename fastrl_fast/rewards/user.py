@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import inspect
-import math
 import os
 import sys
 import traceback
@@ -15,6 +14,7 @@ from typing import Any
 from .answers import text_of
 
 STYLES = ("trl", "verl", "easyr1")
+_LARGEST = 1e30
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -63,7 +63,8 @@ def needs(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def as_scores(name: str, result: Any, count: int, *, key: str | None = None) -> list[float | None]:
-    """What a reward function returned for `count` completions, as floats; not-a-number and infinity become None.
+    """What a reward function returned for `count` completions, as floats; None for not-a-number, infinity and whatever
+    is so large that its square would be.
 
     Lists, tuples and one-dimensional arrays or tensors will do, of numbers, booleans or None, and of dicts where the
     style has a `key` for the reward in them. Raises ValueError for anything else, and for a wrong number of values.
@@ -88,7 +89,7 @@ def _as_score(name: str, value: Any, key: str | None) -> float | None:
         value = value.item()
     if not isinstance(value, (int, float)):
         raise ValueError(f"reward {name!r}: expected numbers or None, got {_shown(value)}")
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= _LARGEST else None  # which neither infinity nor not-a-number is
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ def encode(message: Any) -> bytes:
     """The bytes of one message: eight bytes of length, then its pickle; ValueError for what cannot be pickled."""
     try:
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"rewards: a prompt, completion or column cannot be sent to a worker: {error}") from error
     return _HEADER.pack(len(body)) + body
 

@@ -9,20 +9,29 @@ VARIABLE = re.compile(
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-zA-Z]+\}")
 _WORD = re.compile(r"(?<!\\)(?<![^\W\d_])(?:[^\W\d_]{2,}|[^\W\d_\x00-\x7f])")
 _PRODUCT = re.compile(
-    r"(?:(?<=[\d})+\-*/^=(])|(?<=[+\-*/=] ))[A-Za-z]{2,3}(?![A-Za-z])"
+    r"(?:(?<=[\d{})+\-*/^=(])|(?<=[+\-*/=] ))[A-Za-z]{2,3}(?![A-Za-z])"
     r"|(?<![A-Za-z\\])[A-Za-z]{2,3}(?=\s?[+\-*/^=])"
 )
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?")
-_CHOICE_WITH_TEXT = re.compile(r"(?:\(([A-J])\)\s+|([A-J])[.:)]\s+)(.+)", re.DOTALL)
+_CHOICE_WITH_TEXT = re.compile(r"(?:\(([A-J])\)(?:\s+|(?=[-\d\\]))|([A-J])(?:[.:)]\s+|\)(?=[-\d\\])))(.+)", re.DOTALL)
 _CHOSEN = re.compile(
     r"(?:(?:option|choice|answer)\s*:?\s*)?[(\[]?\s*([A-J])\s*[)\]]?(?:\s*[:.)].*|\s+\([^A-Za-z]*\))?",
     re.DOTALL | re.IGNORECASE,
 )
 
 
+_ARTICLE = re.compile(r"\s*(?:the|an?)\s+(?=[^\W\d_]{2})", re.IGNORECASE)
+_PLURAL = re.compile(r"(?<=[a-z]{3})s(?![a-z])")
+
+
 def words(text: str) -> list[str]:
     """Runs of letters in it; two or three beside a sign or a digit, as in `2ab + bc`, are a product of variables."""
     return _WORD.findall(_PRODUCT.sub(" ", _ENVIRONMENT.sub("", text)))
+
+
+def plain_words(text: str) -> str:
+    """Words without what does not matter: case, an article before them, the s of a plural."""
+    return _PLURAL.sub("", _ARTICLE.sub("", text, count=1).casefold())
 
 
 def is_prose(text: str) -> bool:

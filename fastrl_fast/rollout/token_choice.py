@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _SCALE = 2.0**46
+_COLDEST = 1e-30
+"""Below it logits / temperature leaves float32."""
 _SLAB = 1 << 24
 """Logits treated at a time: a slab's float32 and int64 copies stay below 1 GB at any vocabulary and batch."""
 
@@ -28,7 +30,7 @@ def sampling_logprobs(logits: Tensor, truncation: Truncation) -> Tensor:
     """
     logits = logits.to(torch.float32)
     if truncation.temperature != 1.0:
-        logits = logits / truncation.temperature
+        logits = logits / max(truncation.temperature, _COLDEST)
     if 0 < truncation.top_k < logits.shape[-1] or truncation.top_p < 1.0:
         logits = _cut_tail(logits, truncation)
     if truncation.min_p > 0.0:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import random
+from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -47,16 +49,27 @@ def test_V12_placeholders_are_expanded_once(images) -> None:  # noqa: F811
         images.place(placed, [drawing(80, 60)])
 
 
-@pytest.mark.parametrize("damaged", [drawing(90, 90)[:100], b"", b"GIF89a", drawing(9, 9)[:-20]])
-def test_D06_a_damaged_image_is_told_before_anything_is_trained(damaged: bytes, tmp_path) -> None:
-    """Not skipped in silence while the run goes on: the row is named at the start, with its column."""
-    rows = {"problem": ["Find x.", "Find y."], "images": [[drawing(60, 60)], [damaged]]}
-    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "d.parquet")
-    tiny_vlm.write(tmp_path)
-    config = DataConfig(path=str(tmp_path / "d.parquet"), prompts_per_step=1)
-    reader = load_images(str(tmp_path), TOKENIZER, ModelConfig(path=str(tmp_path)), config)
-    with pytest.raises(ValueError, match=r"row 2 of .*d\.parquet: column 'images'.* is no readable image"):
-        PromptData(config, TOKENIZER, seed=0, images=reader)
+@pytest.mark.parametrize("damaged", [drawing(90, 90)[:100], b"", b"GIF89a", drawing(9, 9)[:-20], drawing(900, 2)])
+def test_D06_a_damaged_image_costs_its_row_and_is_told(damaged: bytes, tmp_path) -> None:
+    rows = {"id": ["a", "b", "c"], "problem": ["Find x."] * 3, "images": [[drawing(60, 60)], [damaged], []]}
+    with pytest.warns(UserWarning, match=r"^1 of 3 rows are left out: .*row 2 of .*column 'images'.*\(id b\)$"):
+        data = image_data(rows, tmp_path)
+    assert [prompt.id for prompt in data.first(3)] == ["a", "c"]
+    assert data.dropped_unreadable == 1
+
+
+def test_D06_a_column_that_holds_no_images_is_an_error(tmp_path) -> None:
+    rows = {"problem": ["Find x."] * 3, "images": [[drawing(60, 60)], [b"no"], [b"no"]]}
+    with pytest.raises(ValueError, match=r"row 2 of .*column 'images'.* is no readable image.* 2 of 3 rows"):
+        image_data(rows, tmp_path)
+
+
+def image_data(rows: dict[str, list[Any]], folder: Path) -> PromptData:
+    pyarrow.parquet.write_table(pyarrow.table(rows), folder / "d.parquet")
+    tiny_vlm.write(folder)
+    config = DataConfig(path=str(folder / "d.parquet"), prompts_per_step=1)
+    reader = load_images(str(folder), TOKENIZER, ModelConfig(path=str(folder)), config)
+    return PromptData(config, TOKENIZER, seed=0, images=reader)
 
 
 def test_M06_each_row_keeps_its_own_images(images) -> None:  # noqa: F811

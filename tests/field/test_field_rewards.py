@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastrl_fast.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from fastrl_fast.rewards import Grader, equal, format_reward, math_reward, overlong_penalty, total
+from fastrl_fast.rewards import Grader, equal, faults, format_reward, math_reward, overlong_penalty, total
 from fastrl_fast.rewards.answers import find_boxes, last_box
 from fastrl_fast.rewards.user import as_scores, load
 
@@ -33,6 +33,19 @@ def test_R01_a_tower_of_powers_is_wrong_at_once(answer: str) -> None:
     started = time.process_time()
     assert grade(answer, "3") == 0.0
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    "unit", ["½ ", r"\frac12 ", r"\pi^", "万", "万亿", "f(x)=", "\n", r"\int ", "one hundred ", "1e"]
+)
+def test_R01_whatever_is_repeated_is_read_in_a_second(unit: str) -> None:
+    """Once exponential in the number of fractions, and deeper than Python's stack."""
+    text = (unit * 2000)[:1999]
+    faults.take_count()
+    started = time.process_time()
+    assert grade(rf"\boxed{{{text}}}", "5") == 0.0 and grade(rf"\boxed{{{text[:300]}}}", "x + 5") == 0.0
+    assert grade(r"\boxed{5}", text) != 1.0
+    assert time.process_time() - started < 3 and faults.take_count() == 0
 
 
 def test_R02_grading_works_in_a_thread() -> None:
@@ -72,12 +85,15 @@ def test_R05_a_wrong_count_is_an_error_that_names_the_function(result: object) -
 
 def test_R06_none_is_not_a_number_and_not_zero() -> None:
     assert as_scores("f", [1.0, None, math.nan, math.inf], 4) == [1.0, None, None, None]
+    assert as_scores("f", [-(10**400), 1e308, 1e6, True], 4) == [None, None, 1e6, 1.0]
     assert math.isnan(total([Term("a"), Term("b")], {"a": 1.0, "b": None}))
 
 
 def test_R07_no_rewards_or_unknown_ones_fail_at_the_start() -> None:
     with pytest.raises(ValueError, match="non-empty"):
         RewardConfig(functions={})
+    with pytest.raises(ValueError, match=r"reward\.functions must be given a weight that is not 0"):
+        RewardConfig(functions={"math": 0.0})
     with pytest.raises(ValueError, match="unknown reward 'mth'"):
         Grader([Term("mth")], workers=1, timeout=1)
 

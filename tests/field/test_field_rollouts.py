@@ -73,10 +73,12 @@ def test_V10_a_prompt_that_fills_the_context_has_an_empty_completion() -> None:
     assert not any(rollout.graded for rollout in group.rollouts)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-8])
+@pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-40, 1e-320])
 def test_V14_a_temperature_near_zero_is_greedy_and_zero_is_refused_for_training(temperature: float) -> None:
     with pytest.raises(ValueError, match=r"rollout\.temperature must be greater than 0"):
         RolloutConfig(temperature=0.0)
+    with pytest.raises(ValueError, match=r"rollout\.temperature must be 1e-8 or greater"):
+        RolloutConfig(temperature=1e-40)
     (group,) = sampler(make_model()).sample(make_prompts(4), [2], seed=0, step=0, temperature=temperature)
     assert group.rollouts[0].completion_ids == group.rollouts[1].completion_ids
     assert all(logprob == pytest.approx(0.0) for logprob in group.rollouts[0].rollout_logprobs)

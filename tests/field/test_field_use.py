@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ def test_D04_fewer_prompts_than_a_step_needs_is_an_error(tmp_path: Path) -> None
         make_data(path, max_prompt_tokens=1)
 
 
+def test_D03_half_a_surrogate_pair_has_no_power_over_ids(tmp_path: Path) -> None:
+    """Not found out when the first checkpoint is written."""
+    rows = [{"id": "\ud800", "prompt": "a", "answer": "\ud800"}, {"id": "b", "prompt": "b"}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = make_data(str(tmp_path / "d.jsonl"))
+    assert [prompt.id for prompt in data.first(2)] == ["\\ud800", "b"]
+    assert data.state_dict()["fingerprint"]
+
+
 def test_D07_columns_are_found_or_listed(tmp_path: Path) -> None:
     usual = make_data(write(tmp_path / "a.jsonl", [{"problem": "a", "solution": "1"}]))
     assert usual.first(1)[0].columns["answer"] == "1"
@@ -61,27 +71,73 @@ def test_X01_exponents_are_numbers(text: str, tmp_path: Path) -> None:
     assert "optimizer.lr" in refused("--optimizer.lr", "fast")
 
 
-def test_X05_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("broken", ["start", "log", "close"])
+def test_X05_a_tracker_that_fails_does_not_end_the_run(broken: str, tmp_path: Path, capsys, monkeypatch) -> None:
     from test_metrics import METRICS
 
-    from fastrl_fast.metrics import RunLog
+    from fastrl_fast import metrics
 
     class Offline:
         name = "wandb"
 
+        def __init__(self) -> None:
+            self.fail("start")
+
         def log(self, metrics: dict, step: int) -> None:
-            raise OSError("no network")
+            self.fail("log")
 
         def close(self) -> None:
-            return
+            self.fail("close")
 
-    log = RunLog(tmp_path, total_steps=2, trackers=[], settings={})
-    log.trackers = [Offline()]  # type: ignore[list-item]
+        def fail(self, where: str) -> None:
+            if where == broken:
+                raise OSError("no network")
+
+    monkeypatch.setattr(metrics, "build_tracker", lambda *_: Offline())
+    log = metrics.RunLog(tmp_path, total_steps=2, trackers=["wandb"], settings={})
+    log.trackers = log.trackers[:1]  # tensorboard may be there too
     for step in (1, 2):
         log.step(step, METRICS)
     log.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert capsys.readouterr().out.count("no network") == 1
+    assert "no network" in capsys.readouterr().out
+
+
+def test_X05_a_tracker_that_asks_for_a_login_gets_no_answer(tmp_path: Path, monkeypatch) -> None:
+    from fastrl_fast.metrics import build_tracker
+
+    module = types.ModuleType("wandb")
+    module.init = lambda **_: [input("key? ")]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(EOFError):
+        build_tracker("wandb", tmp_path, {})
+
+
+def test_X05_a_run_that_nobody_watches_goes_on(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; sys.path.insert(0, sys.argv[2])\n"
+        "from test_metrics import METRICS\n"
+        "from fastrl_fast.metrics import RunLog\n"
+        "log = RunLog(pathlib.Path(sys.argv[1]), total_steps=3, trackers=[], settings={})\n"
+        "for step in (1, 2, 3): log.step(step, METRICS)\n"
+        "log.close()\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code, str(tmp_path), str(ROOT / "tests")]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    os.close(writer)
+    assert (ended.returncode, len((tmp_path / "metrics.jsonl").read_text().splitlines())) == (0, 3), ended.stderr
+
+
+def test_C03_a_torn_line_in_the_middle_of_the_metrics_does_not_stop_a_run(tmp_path: Path) -> None:
+    from fastrl_fast.metrics import RunLog
+
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "rew{"step": 2}\n\x00\x00\n{"step": 3}\n{"st')
+    log = RunLog(tmp_path, total_steps=3, trackers=[], settings={})
+    log.resume_at(2)
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
 
 
 def test_X07_sizes_are_checked_before_a_model_is_loaded() -> None:
