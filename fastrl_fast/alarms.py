@@ -107,8 +107,17 @@ ALARMS = (
         steps=SAME_REWARD_STEPS,
     ),
     Alarm(
+        "nothing_graded",
+        lambda m, c: m["rollouts/graded"] == 0 < m["rollouts/generated"],
+        lambda m, c: (
+            f"no rollout could be graded in {SAME_REWARD_STEPS} steps running, so nothing is learnt; look at "
+            "rollouts.jsonl: can the rewards read the data's answers, and does the model say anything?"
+        ),
+        steps=SAME_REWARD_STEPS,
+    ),
+    Alarm(
         "dead_groups",
-        lambda m, c: _dead_share(m) > DEAD_SHARE,
+        lambda m, c: m["rollouts/graded"] > 0 and _dead_share(m) > DEAD_SHARE,
         lambda m, c: (
             f"{_dead_share(m):.0%} of the groups have equal rewards, {DEAD_STEPS} steps running; the data is too easy "
             "or too hard: larger groups, other data, or budget.kind greso"

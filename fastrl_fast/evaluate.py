@@ -6,14 +6,16 @@ model of the config as it is.
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from . import cli, distributed, run_folder
 from .accuracy import build_accuracy, build_grader
 from .builtin import resolve_model
-from .checkpoint import load_weights
+from .checkpoint import choose, load_weights
 from .config import Config
 from .interrupt import ENGINE_LOST_CODE
 from .model import load_causal_lm, load_tokenizer, sampler_copy
@@ -60,10 +62,12 @@ def evaluate(config: Config, run: Path | None, device: torch.device) -> dict[str
             sampler = build_sampler(config.rollout, lm, tokenizer, images=images, barred=barred_tokens(lm.config))
         else:
             sampler = build_engine(config, path, lm, tokenizer)
+        weights: Mapping[str, Tensor] = dict(lm.named_parameters())
+        names = list(weights)  # in the order that servers are told of
         if run is not None:
-            sampler.load_weights(load_weights(run / "checkpoints").items())
-        elif config.rollout.engine == "vllm_server":  # it may have those of a run
-            sampler.load_weights((name, weight.detach()) for name, weight in lm.named_parameters())
+            weights = load_weights(choose(run / "checkpoints"))
+        if run is not None or config.rollout.engine == "vllm_server":  # it may have those of a run
+            sampler.load_weights((name, weights[name].detach()) for name in names)
         result = accuracy.measure(sampler)
         if isinstance(sampler, EngineSampler):
             sampler.close()

@@ -34,10 +34,10 @@ def export(run: Path, out: Path, *, best: bool = False) -> Path:
         raise ValueError(f"out_dir: {out} exists and is not an empty folder")
     run_folder.load_settings(run)
     config, _ = cli.parse(["--config", str(run / run_folder.CONFIG_FILE)], prog="fastrl_fast.export")
-    weights = load_weights(run / "checkpoints", best=best)
-    save_pretrained(resolve_model(config.model.path), weights, out, config.model)
+    checkpoint = choose(run / "checkpoints", best=best)
+    save_pretrained(resolve_model(config.model.path), load_weights(checkpoint), out, config.model)
     open_weights(out)
-    return choose(run / "checkpoints", best=best)
+    return checkpoint
 
 
 if __name__ == "__main__":

@@ -11,22 +11,21 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from .attention import PACKED, check_no_leak
 from .config import ModelConfig
 from .head import HeadFunction, LogprobHead
 from .ops import packed_logprobs
-from .ops.packed_attention import Segments, packed_attention, segments
-from .ops.prefix_attention import PrefixPlan, plan_prefixes, prefix_attention
+from .ops.packed_attention import Segments, segments
+from .ops.prefix_attention import PrefixPlan, plan_prefixes
 from .packing import ModelShape, Sequence, pack
 from .tower import TowerShape
 from .types import PackedBatch
@@ -34,10 +33,6 @@ from .vision import KINDS, barred_tokens, save_processor
 
 # Its bars for loading weights would run into ours.
 transformers_logging.disable_progress_bar()
-
-PACKED = "fastrl_packed"
-"""Name of our attention in transformers' registry."""
-
 
 PROBE = 12
 """Tokens that prove a model's packed forward pass before it is trained."""
@@ -50,48 +45,6 @@ float16 and 0.01 to 0.2 in bfloat16; completions cut off from their prompt were 
 """
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    packed_segments: Any = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    if packed_segments is None:
-        raise ValueError(
-            "model.path: models that do not pass keyword arguments on to their attention are not supported"
-        )
-    if s_aux is not None:
-        raise ValueError("model.path: models with attention sinks are not supported")
-    if isinstance(packed_segments, PrefixPlan):
-        out = prefix_attention(
-            query, key, value, packed_segments, scale=scaling, window=sliding_window, softcap=softcap
-        )
-        return out, None
-    assert softcap is None, "rows of a model with capped scores are planned for prefix_attention"
-    return packed_attention(query, key, value, packed_segments, scale=scaling, window=sliding_window), None
-
-
-AttentionInterface.register(PACKED, _attention)
-AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
-
-
-def _check_no_leak(config: Any) -> None:
-    """Raise ValueError for layers that mix positions by other means than our attention and so know no borders."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ValueError(f"model.path: layer_types must be full_attention or sliding_attention, got {sorted(kinds)}")
-    if (chunk := getattr(config, "attention_chunk_size", None)) is not None:
-        raise ValueError(f"model.path: attention_chunk_size must be none, got {chunk}")
-
-
 class Policy(nn.Module):
     """A causal language model whose forward maps a packed batch to (logprobs [N], entropy [N]) of its targets, float32,
     or to what else its head is asked to evaluate."""
@@ -99,7 +52,7 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
         config = lm.config.get_text_config()
-        _check_no_leak(config)
+        check_no_leak(config)
         output = lm.get_output_embeddings()
         head = LogprobHead(
             output,

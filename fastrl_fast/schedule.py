@@ -160,8 +160,8 @@ class OneAhead:
     def after_update(self) -> None: ...
 
     def before_evaluation(self) -> None:
-        if self._flight is not None:
-            self._land(self._flight)
+        if self._flight is not None and not self._land(self._flight):
+            self._interrupt.check()  # no weights for an engine that is lost
         self._refresh()
 
     def state(self) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import cli, distributed, plan, run_folder, savings
+from . import cli, distributed, dry_run, plan, run_folder, savings
 from .accuracy import Accuracy, build_accuracy, build_grader
 from .advantage import Posterior
 from .budget import build_budget
@@ -38,7 +38,7 @@ def main() -> int:
     config, recipe = cli.parse(argv, prog="fastrl_fast.train", about=about)
     check_trackers(config.log.trackers)
     if cli.DRY_RUN in sys.argv[1:]:
-        return plan.show(config, recipe)
+        return dry_run.show(config, recipe)
     device = distributed.start()
     try:
         return train(config, recipe, device)

@@ -212,11 +212,12 @@ class Trainer:
                 norms += self._optimizer_step()
         metrics = {
             "optimizer/lr": rate,
-            "optimizer/grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "optimizer/updates": float(len(norms)),
             "optimizer/skipped": float(len(planned) - len(norms)),
             "optimizer/not_finite": float(sum(update.sequences > 0 for update in planned) - len(norms)),
         }
+        if norms:
+            metrics["optimizer/grad_norm"] = sum(norms) / len(norms)
         return metrics, sums
 
     def _backward(self, update: Update, sums: dict[str, Tensor]) -> None:

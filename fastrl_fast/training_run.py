@@ -116,8 +116,9 @@ class TrainingRun:
             "accuracy_before": self.accuracy_before,
             "accuracy": self.accuracy_after,
             "unlogged": self.unlogged and self._with_seconds(self.unlogged),
-            "ahead": ahead,
         }
+        if ahead is not None:
+            state["ahead"] = ahead
         steps, policy, optimizer = self.trainer.steps_done, self.parts.policy, self.parts.optimizer
         self.parts.checkpointer.save(steps, policy, optimizer, state, rollouts=rollouts)
         self.saved_at = self.trainer.steps_done
@@ -133,7 +134,7 @@ class TrainingRun:
         self.parts.posterior.load_state_dict(state["posterior"])
         self.accuracy_before, self.accuracy_after = state["accuracy_before"], state["accuracy"]
         self.unlogged = state["unlogged"]
-        if state["ahead"] and self.parts.data.state_dict() == state["data"]:
+        if "ahead" in state and self.parts.data.state_dict() == state["data"]:
             self.trainer.schedule.load_state(state["ahead"], self.parts.checkpointer.rollouts)
         self.trainer.sync_sampler()
         self.clock.take()

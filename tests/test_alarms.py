@@ -43,6 +43,7 @@ CASES = [
     ("truncation", PLAIN, {"completion/truncated_fraction": 0.26}, {"completion/truncated_fraction": 0.25}, "26%"),
     ("same_reward", PLAIN, {"reward/std": 9e-7}, {"reward/std": 1e-6}, "reward 0.5 in 3 steps"),
     ("same_reward", PLAIN, {"reward/std": 0.0}, {"reward/std": 0.0, "rollouts/graded": 1.0}, "rollouts.jsonl"),
+    ("nothing_graded", PLAIN, {"rollouts/graded": 0.0, "groups/dead": 10.0}, {"rollouts/graded": 1.0}, "no rollout"),
     ("dead_groups", PLAIN, {"groups/dead": 9.0}, {"groups/dead": 8.0}, "90% of the groups"),
     ("sampler_gap", PLAIN, {"policy/sampler_gap": 0.0011}, {"policy/sampler_gap": 0.001}, "0.0011"),
     ("sampler_gap", HALF, {"policy/sampler_gap": 0.031}, {"policy/sampler_gap": 0.03}, "0.0310"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastrl_fast import distributed
-from fastrl_fast.checkpoint import Checkpointer, complete, load_weights, shards
+from fastrl_fast.checkpoint import Checkpointer, choose, complete, load_weights, shards
 
 FAULTS = Path(__file__).parent / "workers" / "save_faults.py"
 
@@ -65,7 +65,7 @@ def names(folder: Path) -> list[str]:
 def test_what_is_saved_comes_back_and_trains_on_alike(tmp_path: Path) -> None:
     model, optimizer = trained(0, 3)
     save(tmp_path, 3, model, optimizer, {"data": {"position": 7}})
-    assert torch.equal(load_weights(tmp_path)["weight"], model.lm.weight)
+    assert torch.equal(load_weights(choose(tmp_path))["weight"], model.lm.weight)
     other, other_optimizer = trained(1, 1)
     state = Checkpointer(tmp_path, keep=2).load_newest(other, other_optimizer)
     assert state == {"step": 3, "data": {"position": 7}}
@@ -87,7 +87,7 @@ def test_a_save_before_the_first_update_adds_no_step_to_the_optimizer(tmp_path: 
 def test_none_is_none(tmp_path: Path) -> None:
     assert load(tmp_path / "absent")[0] is None
     with pytest.raises(ValueError, match="no complete checkpoint"):
-        load_weights(tmp_path)
+        choose(tmp_path)
 
 
 def test_the_newest_are_kept_by_number(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_c03_a_damaged_newest_falls_back_with_a_warning(tmp_path: Path) -> None:
             found, model = load(tmp_path)
         assert found == {"step": 1} and torch.equal(model.lm.weight, first.lm.weight), (path.name, content)
         with pytest.raises(ValueError, match=r"run_dir: .*step_000002 cannot be read"):
-            load_weights(tmp_path)
+            load_weights(choose(tmp_path))
 
 
 def test_c03_nothing_readable_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
@@ -207,23 +207,23 @@ def test_the_most_accurate_one_stays(tmp_path: Path) -> None:
         saver.wait()
         kept.append([int(name[5:]) for name in names(tmp_path)])
     assert kept == [[1], [2], [2, 3], [4], [4, 5], [4, 6]]
-    assert torch.equal(load_weights(tmp_path, best=True)["weight"], weights[4])
-    assert torch.equal(load_weights(tmp_path)["weight"], weights[6])
+    assert torch.equal(load_weights(choose(tmp_path, best=True))["weight"], weights[4])
+    assert torch.equal(load_weights(choose(tmp_path))["weight"], weights[6])
     last = Checkpointer(tmp_path, keep=1, keep_best=False)
     last.save(7, *trained(0, 7), {})
     last.wait()
     assert names(tmp_path) == ["step_000007"]
     with pytest.raises(ValueError, match=r"no checkpoint in .* was measured"):
-        load_weights(tmp_path, best=True)
+        choose(tmp_path, best=True)
 
 
 def test_an_older_format_is_refused_by_name(tmp_path: Path) -> None:
     old = tmp_path / "step_000005"
     old.mkdir()
     (old / "state.json").write_text('{"step": 5, "data": {}}')
-    for read in (load, load_weights):
+    for read, folder in ((load, tmp_path), (load_weights, old)):
         with pytest.raises(ValueError, match=r"^run_dir: .*step_000005 has checkpoint format 1, .* reads format 2"):
-            read(tmp_path)
+            read(folder)
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ RANKS = {
         "rollout",
         "distributed",
         "checkpoint",
+        "attention",
         "metrics",
         "profiling",
         "run_folder",
@@ -70,6 +71,7 @@ RANKS = {
         "integrations.packed_forward",
         "interrupt",
         "plan",
+        "dry_run",
         "parity",
         "report",
         "saved_rollouts",
@@ -82,7 +84,7 @@ RANKS = {
 }
 """Modules by rank, by the longest name that fits; a module may import what is below it."""
 
-SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["distributed", "metrics", "vision", "head"], 4: RANKS[4]}
+SAME_RANK = {0: RANKS[0], 2: RANKS[2], 3: ["attention", "distributed", "metrics", "vision", "head"], 4: RANKS[4]}
 """What modules may import at their own rank, besides their own package."""
 
 ONLY_IN = {

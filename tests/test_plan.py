@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastrl_fast import cli, distributed, plan, train
+from fastrl_fast import cli, distributed, dry_run, plan, train
 from fastrl_fast.accuracy import build_grader
 from fastrl_fast.config import (
     BudgetConfig,
@@ -151,11 +151,11 @@ def test_a_dry_run_finds_what_the_run_would_stumble_over(nothing_starts: Path, m
 
 def test_only_the_first_rank_prints(monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert plan.show(SMALL, "demo") == 0
+    assert dry_run.show(SMALL, "demo") == 0
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "24")
-    plan.show(SMALL, "demo")
+    dry_run.show(SMALL, "demo")
     assert "R = 24" in capsys.readouterr().out
 
 
@@ -234,7 +234,7 @@ def test_the_cache_has_room_for_no_more_than_is_sampled() -> None:
 
 def test_the_formulas_name_every_part() -> None:
     parts = [field.name for field in dataclasses.fields(Memory)]
-    assert list(plan.FORMULAS) == [*parts, "total"]
+    assert list(dry_run.FORMULAS) == [*parts, "total"]
 
 
 @pytest.mark.parametrize(
@@ -248,15 +248,15 @@ def test_the_formulas_name_every_part() -> None:
     ],
 )
 def test_group_sizes_in_words(budget: BudgetConfig, words: str) -> None:
-    assert dict(plan._lines(_with(budget=budget), "x"))["rollouts per prompt"] == words
+    assert dict(dry_run._lines(_with(budget=budget), "x"))["rollouts per prompt"] == words
 
 
 def test_updates_and_held_out_data_in_words() -> None:
-    lines = dict(plan._lines(_with(updates=UpdatesConfig(minibatches=2, epochs=3)), "x"))
+    lines = dict(dry_run._lines(_with(updates=UpdatesConfig(minibatches=2, epochs=3)), "x"))
     assert lines["updates per step"] == "6" and "held out" not in lines
-    lines = dict(plan._lines(_with(updates=UpdatesConfig(rollouts_per_update=8)), "x"))
+    lines = dict(dry_run._lines(_with(updates=UpdatesConfig(rollouts_per_update=8)), "x"))
     assert lines["updates per step"] == "one per 8 kept rollouts, 1 times over"
-    lines = dict(plan._lines(_with(eval=EvalConfig(path="demo:heldout?size=8", samples=4)), "x"))
+    lines = dict(dry_run._lines(_with(eval=EvalConfig(path="demo:heldout?size=8", samples=4)), "x"))
     assert lines["held out"] == "demo:heldout?size=8: 8 prompts x 4, before and after"
 
 

@@ -323,18 +323,24 @@ def test_what_servers_refuse_is_said_after_the_step_is_saved(make_run, server: F
 
 
 def test_servers_that_end_while_they_sample_end_the_run_with_what_was_done(make_run, server, monkeypatch) -> None:
-    run = make_run()
-    before_update = run.trainer.schedule.before_update
+    """An evaluation that is due then does not wait for servers once more."""
+    run = make_run(eval=EvalConfig(path="demo:heldout?size=4", every=1))
+    before_update, handed, sync = run.trainer.schedule.before_update, [], Trainer.sync_sampler
 
     def dying(step: int) -> None:
         if step == 1:
-            server.dies_at = len(server.asked()) + 4  # after two probes and one prompt
+            server.dies_at = len(server.asked()) + 2  # after one prompt
         before_update(step)
 
+    def counted(trainer: Trainer) -> None:
+        handed.append(trainer.steps_done)
+        sync(trainer)
+
+    monkeypatch.setattr(Trainer, "sync_sampler", counted)
     monkeypatch.setattr(run.trainer.schedule, "before_update", dying)
     with pytest.raises(Interrupted, match="none of 1 vLLM servers answered"):
         run.run()
-    assert saved(run) == ["step_000002"]
+    assert saved(run) == ["step_000002"] and handed == [0, 1], "no weights for an engine that is lost"
     with FakeServer(port=server.port):
         assert_goes_on_after_two_steps(make_run())
 

@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastrl_fast import cli
 from fastrl_fast.config import Config, DataConfig, LossConfig, ModelConfig, UpdatesConfig
+from fastrl_fast.dry_run import _lines
 from fastrl_fast.memory import ModelSize, estimate_memory
 from fastrl_fast.packing import ModelShape, microbatch_flops, microbatch_tower_flops, to_train_group
-from fastrl_fast.plan import Plan, _lines
+from fastrl_fast.plan import Plan
 from fastrl_fast.savings import Passes, flop_sums
 from fastrl_fast.tower import TowerShape
 from fastrl_fast.types import Group, Picture, Prompt, Rollout

@@ -9,13 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from fake_vllm import FakeServer
+from test_vllm_transfer import StubEngine
 
 from fastrl_fast import cli, evaluate
 from fastrl_fast.builtin import resolve_model
-from fastrl_fast.checkpoint import complete
+from fastrl_fast.checkpoint import Checkpointer, complete
 from fastrl_fast.data import PromptData
-from fastrl_fast.model import load_tokenizer
+from fastrl_fast.model import build_policy, full_weights, load_causal_lm, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--data.prompts_per_step=4", "--budget.group_size=4", "--rollout.max_completion_tokens=8"]
@@ -77,6 +79,26 @@ def test_an_evaluation_hands_the_weights_over_first(tmp_path: Path, monkeypatch,
         monkeypatch.setattr(sys, "argv", [*sys.argv, servers])
         assert evaluate.main() == 3
         assert capsys.readouterr().err == "error: none of 1 vLLM servers answered for 1 s\n"
+
+
+def test_the_weights_of_a_run_go_in_the_order_that_servers_are_told_of(
+    process_group: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint's files have another order, and vLLM refuses what was not announced."""
+    monkeypatch.setattr("fastrl_fast.rollout.weight_transfer._connect", StubEngine)
+    with FakeServer() as server:
+        servers = [f"--rollout.vllm.servers=[{server.url}]", "--rollout.engine=vllm_server"]
+        config, _ = cli.parse([*SMALL, *servers], prog="evaluate")
+        lm = load_causal_lm(resolve_model(config.model.path), config.model)
+        policy = build_policy(lm, config.model, temperature=1.0)
+        saver = Checkpointer(tmp_path / "checkpoints", keep=1)
+        saver.save(1, policy, torch.optim.AdamW(policy.parameters()), {})
+        saver.wait()
+        StubEngine.made = []
+        assert "avg@1" in evaluate.evaluate(config, tmp_path, process_group)
+    sent = StubEngine.made[0].broadcast
+    for (name, ours), (theirs, weight) in zip(sent, full_weights(policy), strict=True):
+        assert name == theirs and torch.equal(ours, weight.to(ours.dtype))
 
 
 @pytest.mark.slow

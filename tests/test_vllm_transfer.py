@@ -147,6 +147,25 @@ def test_a_server_that_dies_in_the_middle_ends_the_hand_over(servers, pool, monk
         NcclTransfer(METADATA, connect=Dying).send(WEIGHTS.items(), pool, pool.servers)
 
 
+def test_a_server_that_refuses_leaves_nothing_that_waits_for_the_others(servers, pool, monkeypatch) -> None:
+    """Python joins the threads of executors before it ends, and would be held up by one that waits for minutes."""
+
+    def post(handler: Any, send: Any = _Handler.do_POST) -> None:
+        if handler.path == "/update_weights" and handler.fake is servers[1]:
+            servers[1].end.wait(60)
+        send(handler)
+
+    def refuse(handler: Any, content: Any, status: int = 200, send: Any = _Handler._send) -> None:
+        send(handler, content, 400 if handler.path == "/update_weights" else status)
+
+    monkeypatch.setattr(_Handler, "do_POST", post)
+    monkeypatch.setattr(_Handler, "_send", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match=rf"{servers[0].url}/update_weights answered 400"):
+        NcclTransfer(METADATA, connect=StubEngine).send(WEIGHTS.items(), pool, pool.servers)
+    assert not [thread for thread in set(threading.enumerate()) - before if "ThreadPoolExecutor" in thread.name]
+
+
 def test_what_nccl_raises_leaves_no_engine(servers, pool) -> None:
     class Broken(StubEngine):
         def send_weights(self) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints that are either complete or not there, written while training goes on, and the way back."""
 
-from .checkpointer import Checkpointer, choose, complete, load_weights
+from .checkpointer import Checkpointer
+from .on_disk import choose, complete, load_weights
 
 __all__ = ["Checkpointer", "choose", "complete", "load_weights"]

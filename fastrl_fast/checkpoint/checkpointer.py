@@ -1,7 +1,6 @@
 """When a checkpoint counts, which ones stay, and a save that training does not wait for."""
 
 import json
-import math
 import os
 import shutil
 import threading
@@ -17,15 +16,12 @@ from torch import Tensor, nn
 
 from .. import distributed
 from . import shards
+from .on_disk import FORMAT, PREFIX, STATE_FILE, best_of, check_file, check_format, complete, read_record, step_of
 
 T = TypeVar("T")
 
-STATE_FILE = "state.json"
-PREFIX = "step_"
 PARTIAL = ".partial-"
 """Before the name of a folder that is not complete yet, or not wanted any more; the next save removes such folders."""
-FORMAT = 2
-"""Of the files in a checkpoint; 1 was torch.distributed.checkpoint's, whose index is a pickle."""
 
 
 class Checkpointer:
@@ -100,8 +96,8 @@ class Checkpointer:
         candidates = distributed.broadcast_object(complete(self.folder))
         reason = ""
         for folder in reversed(candidates):
-            record = distributed.broadcast_object(_read_record(folder) if distributed.rank() == 0 else {})
-            _check_format(folder, record)
+            record = distributed.broadcast_object(read_record(folder) if distributed.rank() == 0 else {})
+            check_format(folder, record)
             try:
                 self.rollouts = distributed.together(partial(_load, folder, record, model, optimizer))
             except ValueError as error:
@@ -182,44 +178,11 @@ class Checkpointer:
     def _not_wanted(self, step: int) -> list[Path]:
         """Checkpoints to remove. Later ones than `step` are none: the run was resumed before them, as they could not
         be read, so they may not stand in for those that can."""
-        done = [folder for folder in complete(self.folder) if _step_of(folder) <= step]
+        done = [folder for folder in complete(self.folder) if step_of(folder) <= step]
         wanted = done[-self.keep :]
         if self.keep_best:
-            wanted += [folder for folder in [_best(done)] if folder is not None]
+            wanted += [folder for folder in [best_of(done)] if folder is not None]
         return [folder for folder in done if folder not in wanted]
-
-
-def complete(folder: Path) -> list[Path]:
-    """Complete checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if (path / STATE_FILE).is_file()]
-    return sorted((path for path in found if path.name.removeprefix(PREFIX).isdecimal()), key=_step_of)
-
-
-def choose(folder: Path, *, best: bool = False) -> Path:
-    """The newest complete checkpoint in a folder, or the one that was most accurate on held-out prompts. Raises
-    ValueError where there is none."""
-    checkpoints = complete(folder)
-    if not checkpoints:
-        raise ValueError(f"run_dir: no complete checkpoint in {folder}")
-    chosen = _best(checkpoints) if best else checkpoints[-1]
-    if chosen is None:
-        raise ValueError(f"run_dir: no checkpoint in {folder} was measured on held-out prompts")
-    return chosen
-
-
-def load_weights(folder: Path, *, best: bool = False) -> dict[str, Tensor]:
-    """Whole weights of the checkpoint that `choose` gives, by Hugging Face name, without a process group. Raises
-    ValueError where there is none, or it cannot be read."""
-    checkpoint = choose(folder, best=best)
-    record = _read_record(checkpoint)
-    _check_format(checkpoint, record)
-    try:
-        for number in range(record["ranks"]):
-            _check_file(checkpoint, record, number)
-        weights = shards.whole_weights(checkpoint, record["ranks"])
-    except (OSError, KeyError, TypeError, SafetensorError, ValueError) as error:
-        raise ValueError(f"run_dir: {checkpoint} cannot be read: {error}") from error
-    return {name.removeprefix("lm."): weight for name, weight in weights.items()}
 
 
 def _load(
@@ -229,48 +192,11 @@ def _load(
     try:
         mine = range(record["ranks"])[distributed.share(record["ranks"])]
         for number in mine:
-            _check_file(folder, record, number)
+            check_file(folder, record, number)
         shards.restore(folder, record["ranks"], model, optimizer)
         return [shards.rollouts(folder, number) for number in mine]
     except (OSError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _check_file(folder: Path, record: dict[str, Any], rank: int) -> None:
-    name = shards.file_name(rank)
-    size, crc = record["files"][name]
-    if (found := (folder / name).stat().st_size) != size:
-        raise ValueError(f"{name} has {found} bytes instead of {size}")
-    if shards.checksum(folder / name) != crc:
-        raise ValueError(f"{name} is damaged: its checksum is another one")
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    """What state.json says; without a readable one nothing, in the present format, so that `_load` finds it damaged."""
-    try:
-        record = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        record = None
-    return record if isinstance(record, dict) else {"format": FORMAT}
-
-
-def _check_format(folder: Path, record: dict[str, Any]) -> None:
-    if (found := record.get("format", 1)) != FORMAT:
-        raise ValueError(
-            f"run_dir: {folder} has checkpoint format {found}, this version of fastrl_fast reads format {FORMAT}: go "
-            "on with the version that wrote it, or start anew with another run_dir"
-        )
-
-
-def _best(folders: list[Path]) -> Path | None:
-    """The checkpoint with the highest held-out accuracy, the later one of equals; None where none was measured."""
-    measured = []
-    for number, folder in enumerate(folders):
-        accuracy = (_read_record(folder).get("state") or {}).get("accuracy") or {}
-        value = next(iter(accuracy.values()), math.nan)
-        if not math.isnan(value):
-            measured.append((value, number))
-    return folders[max(measured)[1]] if measured else None
 
 
 def _write_shard(partial: Path, tensors: dict[str, Tensor]) -> tuple[str, list[int]]:
@@ -279,10 +205,6 @@ def _write_shard(partial: Path, tensors: dict[str, Tensor]) -> tuple[str, list[i
     shards.write(tensors, path)
     _sync(path)
     return path.name, [path.stat().st_size, shards.checksum(path)]
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix(PREFIX))
 
 
 def _remove(folder: Path) -> None:

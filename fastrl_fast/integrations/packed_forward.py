@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from ..model import PACKED
+from ..attention import PACKED
 from ..ops import packed_logprobs
 from ..ops.packed_attention import segments
 from ..ops.prefix_attention import plan_prefixes

@@ -31,7 +31,6 @@ LIMITS = {"cpu": SlabLimits(1 << 19, 512, 992), "cuda": SlabLimits(1 << 26, 8192
 apart and share few places of that cache: the product for the weight's gradient, which walks down columns, took 40 %
 longer at H = 64 and 3 % at H = 576. 256 MB keep a GPU's GEMM busy."""
 
-
 STEADY_ROWS, STEADY_COLUMNS = 8, 16
 
 

@@ -108,6 +108,15 @@ class ServerPool:
         """The same, of a POST."""
         return self._do(self._try("POST", server, path, json=body or {}, **options))
 
+    def post_to_all(self, servers: list[Server], path: str, bodies: list[dict[str, Any]], **options: Any) -> None:
+        """One POST to each server at once. Raises EngineLost as soon as one fails; the others are called off then."""
+
+        async def post(server: Server, body: dict[str, Any]) -> None:
+            if await self._try("POST", server, path, json=body, **options) is None:
+                raise EngineLost(f"{server.url}{path} failed")
+
+        self._do(_all([post(server, body) for server, body in zip(servers, bodies, strict=True)]))
+
     def well(self, *, wait_for_all: bool = False) -> list[Server]:
         """The servers that are there now; waits, `patience` seconds at most, for the first, or for all.
 
@@ -147,14 +156,10 @@ class ServerPool:
         async def answer(job: Job[T, A]) -> None:
             answered.put((job.item, await self._answer(job)))
 
-        tasks = [asyncio.create_task(answer(job)) for job in jobs]
         try:
-            await asyncio.gather(*tasks)
+            await _all([answer(job) for job in jobs])
         except Exception as error:
             answered.put(error)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _answer(self, job: Job[T, A]) -> A:
         failing_since = 0.0
@@ -273,6 +278,16 @@ class ServerPool:
             for server in self.servers:
                 server.current = server.url in urls
             self._changed.notify_all()
+
+
+async def _all(works: list[Coroutine[Any, Any, None]]) -> None:
+    """Do these at once; the first that fails ends the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _reason(error: Exception) -> str:

@@ -3,7 +3,6 @@
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -119,16 +118,8 @@ class ServersClient:
         self._post_all("/finish_weight_update")
 
     def _post_all(self, path: str, bodies: list[dict[str, Any]] | None = None) -> None:
-        def post(server: Server, body: dict[str, Any]) -> None:
-            if self._pool.post(server, path, body, timeout=TRANSFER_TIMEOUT) is None:
-                raise EngineLost(f"{server.url}{path} failed in the hand-over of weights")
-
-        threads = ThreadPoolExecutor(len(self._servers))
-        pairs = zip(self._servers, bodies or [{}] * len(self._servers), strict=True)
-        answers = [threads.submit(post, server, body) for server, body in pairs]
-        threads.shutdown(wait=False)  # those that wait for a failed one are called off with the pool
-        for answer in as_completed(answers):
-            answer.result()
+        bodies = bodies or [{}] * len(self._servers)
+        self._pool.post_to_all(self._servers, path, bodies, timeout=TRANSFER_TIMEOUT)
 
 
 class NcclTransfer:
