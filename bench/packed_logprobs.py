@@ -1,9 +1,10 @@
-"""packed_logprobs against the best PyTorch a colleague would write, TRL and Liger: scoring, and loss with gradient.
+r"""packed_logprobs against the best PyTorch a colleague would write, TRL and Liger: scoring, and loss with gradient.
 
 Its own products alone run beside it, and the GEMM as torch would call it once: what is left above them is what the
 operator costs, and no ratio can be better than without it. On a CPU the
 bfloat16 targets are for one without bf16 instructions, where torch's own bf16 GEMM is slow; any other can act as one:
-ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python bench/packed_logprobs.py --threads 2 --only bfloat16
+ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) \
+  python bench/packed_logprobs.py --threads 2 --only bfloat16  # its own cache: what bf16 was compiled to crashes
 """
 
 from collections.abc import Callable, Iterable
