@@ -188,18 +188,19 @@ def pairs(call, total: int) -> list[tuple[int, int]]:
 
 def varlen_by_blocks(q, k, v, cu_q, cu_k, *, backward=None, causal, scale, softcap):
     """What a variable-length kernel computes, with the matrix products tested above."""
-    scores = Scores(scale=scale, softcap=softcap or None)
-    blocks = Blocks(q, k, scores)
+    q, *backward = (x.unflatten(1, (k.shape[1], -1)) for x in (q, *(backward or ())))
+    blocks = Blocks(q, Scores(scale=scale, softcap=softcap or None))
     blocks.products = True
     results = []
     for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         call = Call(slice(0, b - a), slice(0, d - c), causal)
         parts = q[a:b], k[c:d], v[c:d]
-        if backward is None:
-            results.append(blocks.forward(*parts, call))
+        if not backward:
+            results.append([x.flatten(1, 2) for x in blocks.forward(*parts, call)])
         else:
             grad, out, lse = backward
-            results.append(blocks.backward(grad[a:b], *parts, out[a:b], lse[a:b], call))
+            gq, gk, gv = blocks.backward(grad[a:b], *parts, out[a:b], lse[a:b], call)
+            results.append([gq.flatten(1, 2), gk, gv])
     return [torch.cat(x) for x in zip(*results, strict=True)]
 
 

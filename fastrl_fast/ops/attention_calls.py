@@ -1,6 +1,7 @@
 """Attention from some rows of a packed row to others that also says, and takes, the log-sum-exp of the scores.
 
-q, out [T, heads, D], k, v [T, kv heads, D], lse [T, heads] float32 (float64 for float64): all as one packed row.
+q, out [T, kv heads, repeats, D], k, v [T, kv heads, D], lse [T, kv heads, repeats] float32 (float64 for float64): all as
+one packed row, queries by the key head that they share.
 """
 
 import functools
@@ -50,9 +51,8 @@ class Scores:
 class Blocks:
     """Calls without borders: torch's flash attention for the CPU, or matrix products where that cannot serve."""
 
-    def __init__(self, q: Tensor, k: Tensor, scores: Scores) -> None:
-        self.kv_heads = k.shape[1]
-        self.repeats = q.shape[1] // k.shape[1]
+    def __init__(self, q: Tensor, scores: Scores) -> None:
+        self.kv_heads, self.repeats = q.shape[1:3]
         self.scores = scores
         self.products = q.is_cuda or scores.softcap is not None
 
@@ -73,7 +73,7 @@ class Blocks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the call's queries, keys and values, given the merged out and lse."""
         g, qs, outs = (self._queries(x, call.queries) for x in (grad, q, out))
-        sums = self._queries(lse[..., None], call.queries)[..., 0]
+        sums = self._queries(lse, call.queries)
         ks, vs = self._keys(k, call.keys), self._keys(v, call.keys)
         mask = self._mask(call, qs, ks)
         if self.products:
@@ -85,25 +85,24 @@ class Blocks:
         return self._rows(gq, call.queries), self._key_rows(gk, call.keys), self._key_rows(gv, call.keys)
 
     def _queries(self, x: Tensor, rows: Rows) -> Tensor:
-        """[n x kv heads, repeats, L, D]: queries that share a key head lie side by side, a view where rows is a
-        slice."""
-        blocks = x[rows].unsqueeze(0) if isinstance(rows, slice) else x[rows]
-        return blocks.unflatten(2, (self.kv_heads, self.repeats)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        """[n x kv heads, repeats, L, ...], a view where rows is a slice."""
+        return x[rows].movedim(0, 2) if isinstance(rows, slice) else x[rows].movedim(1, 3).flatten(0, 1)
 
     def _keys(self, x: Tensor, rows: Rows) -> Tensor:
         """[n x kv heads, repeats, S, D], repeated by a stride of zero: older kernels know no grouped queries."""
-        blocks = x[rows].unsqueeze(0) if isinstance(rows, slice) else x[rows]
-        return blocks.transpose(1, 2).flatten(0, 1).unsqueeze(1).expand(-1, self.repeats, -1, -1)
+        heads = x[rows].transpose(0, 1) if isinstance(rows, slice) else x[rows].transpose(1, 2).flatten(0, 1)
+        return heads.unsqueeze(1).expand(-1, self.repeats, -1, -1)
 
     def _rows(self, x: Tensor, rows: Rows) -> Tensor:
-        """Undo _queries."""
-        blocks = x.unflatten(0, (-1, self.kv_heads)).movedim(3, 1).flatten(2, 3)
-        return blocks.squeeze(0) if isinstance(rows, slice) else blocks
+        """Undo _queries; a view."""
+        return x.movedim(2, 0) if isinstance(rows, slice) else x.unflatten(0, (-1, self.kv_heads)).movedim(3, 1)
 
     def _key_rows(self, x: Tensor, rows: Rows) -> Tensor:
         """Undo _keys, adding up what the repeated heads got."""
-        blocks = x.sum(1).unflatten(0, (-1, self.kv_heads)).transpose(1, 2)
-        return blocks.squeeze(0) if isinstance(rows, slice) else blocks
+        heads = x.sum(1)
+        if isinstance(rows, slice):
+            return heads.transpose(0, 1)
+        return heads.unflatten(0, (-1, self.kv_heads)).transpose(1, 2)
 
     def _mask(self, call: Call, q: Tensor, k: Tensor) -> Tensor | None:
         """What to add to the scores of a causal call; None where the kernel's own causality says it."""

@@ -130,10 +130,11 @@ def prefix_attention(
     """
     assert window is None or window >= plan.longest, "a shared prompt must lie inside the window of its completions"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q = q.unflatten(1, (k.shape[1], -1))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # what every kernel asks for
     scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
     out: Tensor = _PrefixAttention.apply(q, k, v, plan, scores)
-    return out.unsqueeze(0)
+    return out.flatten(1, 2).unsqueeze(0)
 
 
 class _PrefixAttention(torch.autograd.Function):
@@ -141,11 +142,11 @@ class _PrefixAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, scores: Scores) -> Tensor:
         varlen = varlen_kernel(q, scores)
         if q.is_cuda and varlen is None:
-            _warn_of_products(f"{q.dtype}, heads of {q.shape[2]}{', capped scores' if scores.softcap else ''}")
-        ctx.kernel = varlen or Blocks(q, k, scores)
+            _warn_of_products(f"{q.dtype}, heads of {q.shape[3]}{', capped scores' if scores.softcap else ''}")
+        ctx.kernel = varlen or Blocks(q, scores)
         ctx.calls = plan.varlen if varlen else plan.blocks
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         for call in ctx.calls:
             part, part_lse = ctx.kernel.forward(q, k, v, call)
             if not call.causal:

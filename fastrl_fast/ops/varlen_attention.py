@@ -14,11 +14,11 @@ HAS_FLASH_3 = importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def varlen_kernel(q: Tensor, scores: Scores) -> "Varlen | None":
-    """The fastest kernel with borders for queries [T, heads, D]; None where none serves.
+    """The fastest kernel with borders for queries [T, kv heads, repeats, D]; None where none serves.
 
     They are for CUDA, bfloat16 or float16, and D a multiple of 8 up to 256; only flash-attn 2 caps scores.
     """
-    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] % 8 == 0 and q.shape[2] <= 256):
+    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256):
         return None
     if HAS_FLASH_3 and scores.softcap is None and torch.cuda.get_device_capability(q.device) >= (9, 0):
         return Flash3(scores)
@@ -36,17 +36,19 @@ class Varlen:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """out and lse of the call's queries."""
         out, lse = self._forward(
-            q[call.queries].contiguous(), k[call.keys].contiguous(), v[call.keys].contiguous(), call
+            q[call.queries].flatten(1, 2).contiguous(), k[call.keys].contiguous(), v[call.keys].contiguous(), call
         )
-        return out, lse.t()
+        return out.unflatten(1, q.shape[1:3]), lse.t().unflatten(1, q.shape[1:3])
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the call's queries, keys and values, given the merged out and lse."""
-        g, qs, outs = (x[call.queries].contiguous() for x in (grad, q, out))
+        g, qs, outs = (x[call.queries].flatten(1, 2).contiguous() for x in (grad, q, out))
         ks, vs = k[call.keys].contiguous(), v[call.keys].contiguous()
-        return self._backward([g, qs, ks, vs, outs, lse[call.queries].t().contiguous()], call)
+        sums = lse[call.queries].flatten(1, 2).t().contiguous()
+        gq, gk, gv = self._backward([g, qs, ks, vs, outs, sums], call)
+        return gq.unflatten(1, q.shape[1:3]), gk, gv
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """out [R, heads, D] and lse [heads, R]."""
