@@ -135,7 +135,7 @@ class Policy(nn.Module):
             position_ids=batch.position_ids[..., None, :],
             use_cache=False,
             packed_segments=self._plan(batch),
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         return self.head(hidden, batch.targets, batch.row_index, self.temperature, evaluate)
 
     def _inputs(self, batch: PackedBatch) -> dict[str, Tensor | None]:

@@ -72,7 +72,7 @@ def packed_attention(
     """
     if query.is_cuda and query.dtype != torch.float32 and HAS_FLASH:
         return _flash_attention(query, key, value, plan, scale=scale, window=window)
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     outputs = []
     for index in plan.buckets:
         bq, bk, bv = (t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))

@@ -129,7 +129,7 @@ def prefix_attention(
     `window` (a query sees itself and window - 1 before it) must cover every prompt with its completion.
     """
     assert window is None or window >= plan.longest, "a shared prompt must lie inside the window of its completions"
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     q = q.unflatten(1, (k.shape[1], -1))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # what every kernel asks for
     scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
