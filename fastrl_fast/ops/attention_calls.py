@@ -1,7 +1,7 @@
 """Attention from some rows of a packed row to others that also says, and takes, the log-sum-exp of the scores.
 
-q, out [T, kv heads, repeats, D], k, v [T, kv heads, D], lse [T, kv heads, repeats] float32 (float64 for float64): all as
-one packed row, queries by the key head that they share.
+q, out [T, kv heads, repeats, D], k, v [T, kv heads, D], lse [T, kv heads, repeats] float32 (float64 for float64): all
+as one packed row, queries by the key head that they share.
 """
 
 import functools
