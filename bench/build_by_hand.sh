@@ -34,7 +34,9 @@ for source in csrc/kernels/cpu/*.cpp; do
   name=$(basename "$source" .cpp) extra=()
   case $name in
     *_avx2) [ "$(uname -m)" = x86_64 ] || continue; extra=(-mavx2 -mfma) ;;
-    group_advantage | policy_loss) extra=(-fno-trapping-math) ;;
+  esac
+  case $name in
+    group_advantage | policy_loss*) extra+=(-fno-trapping-math) ;;
   esac
   compile "cpu_$name" g++ "${flags[@]}" ${extra[@]+"${extra[@]}"} -c "$source"
 done

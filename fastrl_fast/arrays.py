@@ -64,12 +64,7 @@ def prune_arrays(
         ValueError: offsets that do not cut, lengths that do not fit, something that the method needs and is not there.
     """
     advantage = advantage or AdvantageConfig()
-    check_method(BudgetConfig(group_size=1000), advantage, config, right="right")
-    by_outcome = config.method in BY_OUTCOME or advantage.dead_groups != "drop"
-    if by_outcome and right is None:
-        raise ValueError(f"right must be given where prune.method is {config.method}, which counts right answers")
-    if logprobs is None and config.similarity == "gradient":
-        raise ValueError("logprobs must be given where prune.similarity is gradient")
+    _check_given(config, advantage, logprobs=logprobs, right=right)
     groups = _groups(token_ids, cu_seqlens, rewards, cu_group_sizes, logprobs, right)
     assign_advantages(groups, preset=advantage.preset)
     Posterior(advantage).assign(groups)
@@ -84,6 +79,17 @@ def prune_arrays(
         _like(rewards, [rollout.kept for rollout in rollouts], torch.bool),
         _like(rewards, [rollout.weight * rollout.kept for rollout in rollouts], torch.float32),
     )
+
+
+def _check_given(
+    config: PruneConfig, advantage: AdvantageConfig, *, logprobs: Array | None, right: Array | None
+) -> None:
+    check_method(BudgetConfig(group_size=1000), advantage, config, right="right")
+    by_outcome = config.method in BY_OUTCOME or advantage.dead_groups != "drop"
+    if by_outcome and right is None:
+        raise ValueError(f"right must be given where prune.method is {config.method}, which counts right answers")
+    if logprobs is None and config.similarity == "gradient":
+        raise ValueError("logprobs must be given where prune.similarity is gradient")
 
 
 class ArrayBudget:

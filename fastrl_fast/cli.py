@@ -1,5 +1,6 @@
 """The command line: recipes and files, dotted overrides, and one clear line for every mistake."""
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -118,6 +119,9 @@ def _parser(prog: str, about: str) -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(prog=prog, usage=usage, description=text, exit_on_error=False)
     parser.add_argument("--config", action="config", help=CONFIG_HELP)
     parser.add_class_arguments(Config, None)
+    for action in parser._actions:
+        if dataclasses.is_dataclass(known_keys().get(action.dest)):
+            action.help = argparse.SUPPRESS  # a file for one section, which _check_key refuses
     return parser
 
 

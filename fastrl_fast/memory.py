@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .config import Config
+from .config import Config, ModelConfig
 from .tower import TowerShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -139,11 +139,6 @@ def estimate_memory(
     if sharded:
         gradients += STATE_BYTES * (trained if deferred else whole)
     checkpointing = config.model.activation_checkpointing
-    images = 0.0
-    if tower:
-        images = STATE_BYTES * tower.patch_values * step_patches
-        if not config.model.freeze_vision:
-            images += patches * tower.activation_bytes(width, checkpointing=checkpointing)
     return Memory(
         parameters=state * size.parameters,
         optimizer=2 * state * trained,
@@ -152,7 +147,7 @@ def estimate_memory(
         gradients=gradients,
         gathered=width * whole if sharded else 0,
         activations=tokens * _activation_bytes(size, width, checkpointing=checkpointing),
-        images=images,
+        images=_image_bytes(tower, config.model, patches, step_patches) if tower else 0.0,
         head=_head_bytes(size, width, tokens) + LOGIT_CHUNK[device],
         cache=min(decoded, config.rollout.tokens_per_batch) * size.layers * 2 * size.keys * width if local else 0.0,
     )
@@ -163,6 +158,15 @@ def _activation_bytes(size: ModelSize, width: int, *, checkpointing: bool) -> in
     layer = size.layer_activation_bytes(width)
     layers = size.layers * size.hidden * width + layer if checkpointing else size.layers * layer
     return layers + size.hidden * (4 + 2 * width)
+
+
+def _image_bytes(tower: TowerShape, config: ModelConfig, patches: float, step_patches: float) -> float:
+    """Pixels of a step, and what a tower that is trained keeps of a micro-batch."""
+    pixels = STATE_BYTES * tower.patch_values * step_patches
+    if config.freeze_vision:
+        return pixels
+    kept = tower.activation_bytes(BYTES[config.dtype], checkpointing=config.activation_checkpointing)
+    return pixels + patches * kept
 
 
 def _head_bytes(size: ModelSize, width: int, tokens: int) -> int:

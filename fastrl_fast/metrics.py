@@ -255,14 +255,15 @@ def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a .jsonl with the records to keep; a torn line, left by a killed process or a full disk, goes too."""
     # Bytes: the tear may be inside a character, and as text a line would also end at U+2028 or U+0085.
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _is_whole(line) and keep(json.loads(line))]
+    kept = [line for line in lines if line.endswith(b"\n") and _keeps(line, keep)]
     beside = path.with_suffix(".partial")
     beside.write_bytes(b"".join(kept))
     beside.replace(path)
 
 
-def _is_whole(line: bytes) -> bool:
+def _keeps(line: bytes, keep: Callable[[dict[str, Any]], bool]) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        record = json.loads(line)
     except ValueError:
         return False
+    return isinstance(record, dict) and keep(record)

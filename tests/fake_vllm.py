@@ -29,7 +29,7 @@ class FakeServer:
     (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
     The prompt that it `refuses` is answered with 400; `busy` times it does not empty its cache. `delay` is seconds per
     completion. With `follows` what it makes up depends on the weights in the folder that it was told of last. Requests
-    for several completions wait while `gate` is not set.
+    for several completions wait while `gate` is not set. All tokens have one `logprob`.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class FakeServer:
         self.posts: list[tuple[str, Any]] = []
         self.answered: list[Any] = []
         self.refuses: list[int] = []
+        self.logprob = -0.5
         self.busy = 0
         self.end = threading.Event()
         self.gate = threading.Event()
@@ -140,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         choices = []
         for i in range(body["n"]):
             ids = made_up(body["prompt"], body["seed"] + i + self.fake.weights, body["max_tokens"])
-            logprobs = [0.0 if body["top_k"] == 1 else -0.5] * len(ids)
+            logprobs = [0.0 if body["top_k"] == 1 else self.fake.logprob] * len(ids)
             choices.append({"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logprobs}})
         return {"choices": choices[::-1]}
 

@@ -94,6 +94,7 @@ def test_help_holds_the_docstring_of_every_field(capsys, monkeypatch):
         assert match, f"{dotted} has no docstring"
         assert f"--{dotted}" in text
         assert "".join(match[1].split()) in text, f"the help of {dotted} is not its docstring"
+    assert text.count("CONFIG") == 1, "no section has a file of its own"
     for recipe in cli.recipe_names():
         assert recipe in text
 

@@ -1,7 +1,12 @@
 """The operator against the eager formula in float64, where that is defined, and against by-hand numbers elsewhere."""
 
+import hashlib
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,6 +177,30 @@ def test_the_thread_count_changes_no_bit():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def bits_of_all_kinds() -> str:
+    """A digest of everything that the operator returns, in float32, for all kinds; to be printed by another process."""
+    digest = hashlib.sha256()
+    for (ratio, clip), kl in itertools.product(KINDS, KL_KINDS):
+        case = make([300, 7, 0, 1, 81], dtype=torch.float32)
+        loss, gradient, stats = run(policy_loss, *case, ratio=ratio, clip=clip, kl=kl, kl_coef=0.3, dual_clip=1.1)
+        for tensor in (loss, gradient, *stats.values()):
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_scalar_code_gives_the_same_bits():
+    script = (
+        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom fastrl_fast.ops._lib import kernels\n"
+        "assert kernels.SIMD == 'scalar', kernels.SIMD\n"
+        "import test_policy_loss_op\nprint(test_policy_loss_op.bits_of_all_kinds())"
+    )
+    environment = {**os.environ, "FASTRL_FORCE_SCALAR": "1"}
+    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == bits_of_all_kinds()
 
 
 def test_opcheck_and_compile():

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,28 @@ def test_a_step_under_the_profiler_tells_phases_operators_and_their_flops(tmp_pa
         found = sum(row.seconds for row in rows.values() if row.phase == span["name"])
         assert found == pytest.approx(span["dur"] * 1e-6), "operators and what is between them are all"
     assert ("sample", BETWEEN) in rows
+
+
+def test_rollouts_one_step_ahead_count_where_the_step_waits_for_them_alone(tmp_path: Path) -> None:
+    """Their thread times the same phases as the step, and the two overlap."""
+    clock, own, a = Clock(), Clock(), torch.randn(64, 64)
+
+    def collect() -> None:
+        for phase in ("sample", "grade"):
+            with own.measure(phase):
+                a @ a
+
+    with step_range(1, tmp_path):
+        thread = threading.Thread(target=collect)
+        thread.start()
+        with clock.measure("update"):
+            a.add(1.0)
+        with clock.measure("sample"):
+            thread.join()
+    assert own.seconds.keys() == {"sample", "grade"}
+    rows = by_name(read_trace(tmp_path / "step-1.json.gz"))
+    assert {phase for phase, _ in rows} - {""} == {"update", "sample"}
+    assert rows["sample", BETWEEN].calls == 1 and not any(name == "aten::mm" for _, name in rows)
 
 
 def test_nothing_is_written_where_no_trace_is_wanted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -215,8 +216,8 @@ def make_run(process_group, server: FakeServer, tmp_path: Path) -> Iterator[Call
     )
     parts = []
 
-    def make(**changes: object) -> TrainingRun:
-        own = dataclasses.replace(settings, **changes)
+    def make(ahead: int = 1, **changes: object) -> TrainingRun:
+        own = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, steps_ahead=ahead), **changes)
         parts.append(build_parts(own, load_inputs(own, grader), grader, process_group, folder=tmp_path, log=None))
         return TrainingRun(Trainer(own, parts[-1], total_steps=STEPS))
 
@@ -320,6 +321,23 @@ def test_what_servers_refuse_is_said_after_the_step_is_saved(make_run, server: F
         run.run()
     assert saved(run)[-1] == "step_000002"
     assert_goes_on_after_two_steps(make_run())
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rollouts_with_a_logprob_that_is_no_number_are_skipped(make_run, server, monkeypatch, ahead: int) -> None:
+    """As in turn so one step ahead, where they go through a checkpoint before their update."""
+    run, log = make_run(ahead=ahead, checkpoint=CheckpointConfig(every=1)), []
+    sample = run.trainer.schedule.collector.collect
+
+    def collect(step: int) -> Collected:
+        server.logprob = math.nan if step == 2 else -0.5
+        return sample(step)
+
+    monkeypatch.setattr(run.trainer.schedule.collector, "collect", collect)
+    monkeypatch.setattr(run, "_log", log.append)
+    run.run()
+    assert [m["optimizer/not_finite"] for m in log] == [0, 0, 1, 0]
+    assert saved(run)[-1] == "step_000004"
 
 
 def test_servers_that_end_while_they_sample_end_the_run_with_what_was_done(make_run, server, monkeypatch) -> None:

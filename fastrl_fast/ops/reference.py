@@ -114,13 +114,7 @@ def policy_loss(
     lengths = cu_targets.diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     a = advantages[sequence]
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
-    log_ratio = (logprobs - old).clamp(-20, 20)
-    if ratio != "token":
-        sums = torch.zeros(len(lengths), dtype=log_ratio.dtype).index_add(0, sequence, log_ratio)
-        mean = (sums / lengths.clamp(min=1))[sequence]
-        log_ratio = mean if ratio == "sequence" else mean.detach() + (logprobs - logprobs.detach())
-    r = log_ratio.exp()
+    r = _ratios(logprobs, logprobs.detach() if old_logprobs is None else old_logprobs, sequence, lengths, ratio)
     clipped = r.clamp(1 - clip_low, 1 + clip_high)
     if clip == "cispo":
         token_loss = -clipped.detach() * a * logprobs
@@ -147,3 +141,12 @@ def policy_loss(
         stats |= {"sampler_gap": gap.sum(), "sampler_gap_max": gap.max()}
     w = weights[sequence] * (1 if token_weights is None else token_weights)
     return (w * (token_loss + kl_coef * k)).sum(), {name: value.detach() for name, value in stats.items()}
+
+
+def _ratios(logprobs: Tensor, old: Tensor, sequence: Tensor, lengths: Tensor, kind: str) -> Tensor:
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    if kind != "token":
+        sums = torch.zeros(len(lengths), dtype=log_ratio.dtype).index_add(0, sequence, log_ratio)
+        mean = (sums / lengths.clamp(min=1))[sequence]
+        log_ratio = mean if kind == "sequence" else mean.detach() + (logprobs - logprobs.detach())
+    return log_ratio.exp()

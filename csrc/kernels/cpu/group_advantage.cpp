@@ -118,7 +118,7 @@ bool one_block(const GroupAdvantageArgs& args, int64_t first, int64_t size) {
 
 bool group_advantage(const GroupAdvantageArgs& args, int num_threads) {
   // a reward is read four times, from the nearest cache: waking a thread takes as long as some 50000 of them
-  const int threads = threads_for(args.cu_group_sizes[args.groups], num_threads);
+  const int threads = threads_for(2 * args.cu_group_sizes[args.groups], num_threads);
   std::atomic<bool> finite{true};
   parallel_for((args.groups + kBlock - 1) / kBlock, threads, [&](int64_t block) {
     const int64_t first = block * kBlock;
