@@ -15,9 +15,6 @@ from . import orphans
 
 T = TypeVar("T")
 
-UNMAPPED_BYTES = 31 << 20
-"""Up to twice the largest block of at most 32 MB that was unmapped is what glibc keeps of freed memory."""
-
 
 def start() -> torch.device:
     """Join the process group that torchrun describes (or a group of one) and return this rank's device."""
@@ -28,10 +25,6 @@ def start() -> torch.device:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        # Larger models come to unmap such a block; an update of a small one (3.4M parameters) takes 1 to 4 % longer
-        # where the system has to clear the same pages each time.
-        torch.empty(UNMAPPED_BYTES, dtype=torch.uint8)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=30)
     if "RANK" in os.environ:
