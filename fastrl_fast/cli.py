@@ -119,8 +119,9 @@ def _parser(prog: str, about: str) -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(prog=prog, usage=usage, description=text, exit_on_error=False)
     parser.add_argument("--config", action="config", help=CONFIG_HELP)
     parser.add_class_arguments(Config, None)
+    sections = {key for key, kind in known_keys().items() if dataclasses.is_dataclass(kind)}
     for action in parser._actions:
-        if dataclasses.is_dataclass(known_keys().get(action.dest)):
+        if action.dest in sections:
             action.help = argparse.SUPPRESS  # a file for one section, which _check_key refuses
     return parser
 

@@ -45,7 +45,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def write(tensors: dict[str, Tensor], path: Path) -> None:
     """Raises ValueError where a weight or moment is not finite: a run must not lose its last good checkpoint to a bad
-    one. Rollouts may hold such numbers: the update that they lead to is skipped."""
+    one. Rollouts may hold such numbers: an update that they spoil is skipped."""
     for name, tensor in tensors.items():
         if not name.startswith(ROLLOUTS) and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds numbers that are not finite")
