@@ -100,12 +100,14 @@ class Interrupt:
     def check(self) -> None:
         """Raise Interrupted on every rank where any was asked to stop or lost its sampler, and ValueError where any
         asked its sampler for something wrong; all ranks call this together."""
-        mine = (self.number, self.lost, self.wrong is not None, str(self.wrong))
-        number, lost, wrong, message = max(distributed.gather_lists([mine]))
+        number, lost = max(distributed.gather_lists([(self.number, self.lost)]))
         if number or lost:
             raise Interrupted(number, lost)
-        if wrong:
-            raise self.wrong or ValueError(message)
+        distributed.together(self._complain)
+
+    def _complain(self) -> None:
+        if self.wrong is not None:
+            raise self.wrong
 
 
 class CutShort(Protocol):

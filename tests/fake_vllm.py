@@ -26,10 +26,10 @@ class FakeServer:
     """Answers completions on a port of loopback until it is told to `die`.
 
     `faults` are met by its first completions, one each: 500, half (of an answer), cut (off before one), nonsense, fewer
-    (choices than asked for), hang, trickle, none; later ones meet `always`. It dies of its own at request `dies_at`.
-    The prompt that it `refuses` is answered with 400; `busy` times it does not empty its cache. `delay` is seconds per
-    completion. With `follows` what it makes up depends on the weights in the folder that it was told of last. Requests
-    for several completions wait while `gate` is not set. All tokens have one `logprob`.
+    (choices than asked for), null (for a logprob), hang, trickle, none; later ones meet `always`. It dies of its own at
+    request `dies_at`. The prompt that it `refuses` is answered with 400; `busy` times it does not empty its cache.
+    `delay` is seconds per completion. With `follows` what it makes up depends on the weights in the folder that it was
+    told of last. Requests for several completions wait while `gate` is not set. All tokens have one `logprob`.
     """
 
     def __init__(
@@ -181,6 +181,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fewer(self, answer: Any) -> None:
         self._send({"choices": answer["choices"][1:]})
+
+    def _null(self, answer: Any) -> None:
+        answer["choices"][0]["logprobs"]["token_logprobs"][-1] = None
+        self._send(answer)
 
     def _hang(self, answer: Any) -> None:
         self.fake.end.wait(60)

@@ -1,4 +1,10 @@
-"""How tests of numerical code compare: with float64 truth, and never worse than twice PyTorch at the same dtype."""
+"""How tests of numerical code compare: with float64 truth, never worse than twice PyTorch at the same dtype, and the
+kernels for any processor with those for this one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,3 +26,16 @@ def assert_at_most_twice(ours: Tensor, torchs: Tensor, truth: Tensor, *, size: f
         size = float(truth.abs().max()) if truth.numel() else 0.0
     allowed = max(2 * error(torchs, truth), size * torch.finfo(ours.dtype).eps)
     assert error(ours, truth) <= allowed, f"error {error(ours, truth):.3e}, PyTorch's {error(torchs, truth):.3e}"
+
+
+def run_with_scalar_code(script: str) -> str:
+    """What Python code prints in a new process, whose kernels are those for any processor; it may import the tests."""
+    first = (
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from fastrl_fast.ops._lib import kernels\nassert kernels.SIMD == 'scalar', kernels.SIMD\n"
+    )
+    environment = {**os.environ, "FASTRL_FORCE_SCALAR": "1"}
+    command = [sys.executable, "-c", first + script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,12 +1,9 @@
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from numerics import assert_at_most_twice, error
+from numerics import assert_at_most_twice, error, run_with_scalar_code
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -368,13 +365,8 @@ def test_compiles_without_graph_breaks():
 
 
 def test_scalar_code_passes_the_same_tests():
-    script = (
-        "import sys, pytest\nfrom fastrl_fast.ops._lib import kernels\nassert kernels.SIMD == 'scalar', kernels.SIMD\n"
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', sys.argv[1], '-k', 'truth or forbidden or broken']))"
-    )
-    environment = {**os.environ, "FASTRL_FORCE_SCALAR": "1"}
-    done = subprocess.run([sys.executable, "-c", script, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    tests = ["-q", "-p", "no:cacheprovider", __file__, "-k", "truth or forbidden or broken"]
+    run_with_scalar_code(f"import pytest\nsys.exit(pytest.main({tests!r}))")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,10 @@
 import hashlib
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from numerics import assert_at_most_twice, error
+from numerics import assert_at_most_twice, error, run_with_scalar_code
 from torch import Tensor
 
 from fastrl_fast.ops import policy_loss, reference
@@ -191,16 +187,8 @@ def bits_of_all_kinds() -> str:
 
 
 def test_scalar_code_gives_the_same_bits():
-    script = (
-        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom fastrl_fast.ops._lib import kernels\n"
-        "assert kernels.SIMD == 'scalar', kernels.SIMD\n"
-        "import test_policy_loss_op\nprint(test_policy_loss_op.bits_of_all_kinds())"
-    )
-    environment = {**os.environ, "FASTRL_FORCE_SCALAR": "1"}
-    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == bits_of_all_kinds()
+    printed = run_with_scalar_code("import test_policy_loss_op\nprint(test_policy_loss_op.bits_of_all_kinds())")
+    assert printed.strip() == bits_of_all_kinds()
 
 
 def test_opcheck_and_compile():

@@ -110,6 +110,7 @@ FAULTS = {
     "cut": "",
     "nonsense": "no JSON",
     "fewer": "whole completions",
+    "null": "whole completions",
     "hang": "took too long",
     "trickle": "took too long",
 }

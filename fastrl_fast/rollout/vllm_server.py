@@ -166,7 +166,7 @@ def read_completions(answer: Any, count: int) -> list[Completion]:
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-        whole = [len(ids) == len(logprobs) > 0 for ids, logprobs in completions]
+        whole = [len(ids) == len(logprobs) > 0 and None not in logprobs for ids, logprobs in completions]
     except (KeyError, TypeError) as error:
         raise BadAnswer(f"answered without {error}") from error
     if len(completions) != count or not all(whole):
