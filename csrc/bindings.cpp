@@ -14,6 +14,7 @@
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
 #include "kernels/policy_loss.h"
+#include "kernels/row_attention.h"
 #include "kernels/selection.h"
 
 #ifdef FASTRL_WITH_CUDA
@@ -26,7 +27,7 @@ using namespace fastrl;
 namespace {
 
 // Raise it with every change of a signature below; fastrl_fast/ops/_lib.py holds the same number.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
 template <class T>
 T* at(uintptr_t address) {
@@ -47,6 +48,26 @@ void check_offsets(const char* name, const int64_t* offsets, int64_t count, int6
   }
   check(offsets[count] == total,
         std::string(name) + " must end with " + std::to_string(total) + ", not " + std::to_string(offsets[count]));
+}
+
+void check_pieces(const RowPiece* pieces, int64_t count, int64_t tokens) {
+  for (int64_t i = 0, start = 0; i < count; start = pieces[i++].end) {
+    const std::string which = "piece " + std::to_string(i);
+    check(pieces[i].start == start && pieces[i].end >= start, which + " must start where the one before it ends");
+    check(pieces[i].prompt >= -1 && pieces[i].prompt < i, which + " must have an earlier piece as its prompt, or -1");
+  }
+  check((count == 0 ? 0 : pieces[count - 1].end) == tokens, "pieces must end with " + std::to_string(tokens));
+}
+
+RowAttentionArgs row_attention_args(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t pieces, int64_t count,
+                                    int64_t tokens, int64_t kv_heads, int64_t repeats, int64_t head_dim, double scale,
+                                    uintptr_t out, uintptr_t lse) {
+  const int64_t multiple = cpu::row_attention_multiple();
+  check(multiple > 0 && head_dim > 0 && head_dim % multiple == 0, "no code for heads of " + std::to_string(head_dim));
+  check_pieces(at<RowPiece>(pieces), count, tokens);
+  return {at<float>(q),  at<float>(k), at<float>(v), at<RowPiece>(pieces),      count,
+          kv_heads,      repeats,      head_dim,     static_cast<float>(scale), at<float>(out),
+          at<float>(lse)};
 }
 
 void refuse_infinite(const double* rewards, int64_t count) {
@@ -229,6 +250,25 @@ PYBIND11_MODULE(_fastrl_fast, m) {
     check_offsets("cu_group_sizes", args.cu_group_sizes, groups, rollouts);
     py::gil_scoped_release release;
     cpu::choose_rollouts(args, threads);
+  });
+
+  // Heads of a multiple of it have code here; 0 where none have.
+  m.attr("ROW_ATTENTION_MULTIPLE") = cpu::row_attention_multiple();
+  m.def("row_attention_cpu", [](uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t pieces, int64_t count, int64_t tokens,
+                                int64_t kv_heads, int64_t repeats, int64_t head_dim, double scale, uintptr_t out,
+                                uintptr_t lse, int threads) {
+    const auto args = row_attention_args(q, k, v, pieces, count, tokens, kv_heads, repeats, head_dim, scale, out, lse);
+    py::gil_scoped_release release;
+    cpu::row_attention(args, threads);
+  });
+  m.def("row_attention_backward_cpu", [](uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t pieces, int64_t count,
+                                         int64_t tokens, int64_t kv_heads, int64_t repeats, int64_t head_dim,
+                                         double scale, uintptr_t out, uintptr_t lse, uintptr_t grad_out,
+                                         uintptr_t grad_q, uintptr_t grad_k, uintptr_t grad_v, int threads) {
+    const auto args = row_attention_args(q, k, v, pieces, count, tokens, kv_heads, repeats, head_dim, scale, out, lse);
+    const RowAttentionGrads grads{at<float>(grad_out), at<float>(grad_q), at<float>(grad_k), at<float>(grad_v)};
+    py::gil_scoped_release release;
+    cpu::row_attention_backward(args, grads, threads);
   });
 
 #ifdef FASTRL_WITH_CUDA

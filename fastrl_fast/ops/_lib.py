@@ -7,7 +7,7 @@ from typing import Any
 import torch  # before the compiled module: its OpenMP runtime must be the one torch has loaded
 
 CURE = "run `pip install .` again in the checkout of fastrl_fast"
-INTERFACE = 2  # the same number as kInterface in csrc/bindings.cpp
+INTERFACE = 3  # the same number as kInterface in csrc/bindings.cpp
 
 
 def load_kernels() -> Any:

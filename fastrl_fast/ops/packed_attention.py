@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fastrl_fast.ops.row_attention import has_row_kernel, row_attention, row_pieces
 from fastrl_fast.ops.varlen_attention import HAS_FLASH
 
 FILL = 0.85
@@ -18,13 +19,14 @@ class Segments:
 
     cu_seqlens [S+1] int32 borders in T and the longest length (what a variable-length kernel takes); buckets: for
     sequences of like length one [n, L] index into T, short ones repeating their last position; restore [T]: where
-    each position's output lies in the concatenation of the flattened buckets.
+    each position's output lies in the concatenation of the flattened buckets; pieces: what `row_attention` takes.
     """
 
     cu_seqlens: Tensor
     max_length: int
     buckets: list[Tensor]
     restore: Tensor
+    pieces: Tensor
 
 
 def segments(cu_seqlens: Tensor) -> Segments:
@@ -46,7 +48,8 @@ def segments(cu_seqlens: Tensor) -> Segments:
         restore[index[real]] = flat[real]
         offset += index.numel()
         buckets.append(index.to(device))
-    return Segments(cu_seqlens.to(torch.int32), max(lengths, default=0), buckets, restore.to(device))
+    longest = max(lengths, default=0)
+    return Segments(cu_seqlens.to(torch.int32), longest, buckets, restore.to(device), row_pieces(borders))
 
 
 def _buckets(lengths: list[int]) -> list[list[int]]:
@@ -67,12 +70,15 @@ def packed_attention(
 
     query [1, heads, T, D], key and value [1, kv heads, T, D] (heads a multiple of kv heads) -> [1, T, heads, D]. With
     `window` a query sees itself and the window - 1 positions before it. On CUDA with flash-attn installed: its
-    variable-length kernel. Elsewhere: sequences of like length are padded on the right and share one call; the
-    padding comes after every real query, so causality alone keeps it out, exactly.
+    variable-length kernel. On the CPU in float32 `row_attention` where it has code. Elsewhere: sequences of like length
+    are padded on the right and share one call; the padding comes after every real query, so causality alone keeps it
+    out, exactly.
     """
     if query.is_cuda and query.dtype != torch.float32 and HAS_FLASH:
         return _flash_attention(query, key, value, plan, scale=scale, window=window)
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    if has_row_kernel(q) and (window is None or window >= plan.max_length):
+        return row_attention(q, k, v, plan.pieces, q.shape[-1] ** -0.5 if scale is None else scale).unsqueeze(0)
     outputs = []
     for index in plan.buckets:
         bq, bk, bv = (t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))

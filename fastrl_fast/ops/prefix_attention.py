@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrl_fast.ops.attention_calls import Blocks, Borders, Call, Scores
+from fastrl_fast.ops.row_attention import has_row_kernel, row_attention, row_pieces
 from fastrl_fast.ops.varlen_attention import varlen_kernel
 
 SHORT = 64
@@ -32,12 +33,15 @@ class PrefixPlan:
     """The calls that make up the attention of one row: every piece on itself, then completions on their prompt.
 
     blocks: one call per piece, per step of a long one, or per set of short equal pieces, and one per group; varlen: the
-    same in two calls with borders; longest: tokens of the longest prompt with completion.
+    same in two calls with borders; pieces: the same for one call of `row_attention`; longest: tokens of the longest
+    prompt with completion; longest_piece: of any piece.
     """
 
     blocks: list[Call]
     varlen: list[Call]
+    pieces: Tensor
     longest: int
+    longest_piece: int
 
 
 def plan_prefixes(cu_seqlens: Tensor, prefixes: Tensor) -> PrefixPlan:
@@ -52,7 +56,9 @@ def plan_prefixes(cu_seqlens: Tensor, prefixes: Tensor) -> PrefixPlan:
     pieces = [(a, b) for a, b in pairwise(borders) if b > a]
     blocks = _piece_calls(pieces, device)
     blocks += [Call(slice(middle, end), slice(start, middle), causal=False) for start, middle, end in groups]
-    return PrefixPlan(blocks, _varlen_calls(pieces, groups, device), _longest(pieces, groups))
+    longest_piece = max(b - a for a, b in pieces)
+    rows = row_pieces(borders, groups)
+    return PrefixPlan(blocks, _varlen_calls(pieces, groups, device), rows, _longest(pieces, groups), longest_piece)
 
 
 def _longest(pieces: list[tuple[int, int]], groups: list[list[int]]) -> int:
@@ -124,15 +130,19 @@ def prefix_attention(
     (e^a A + e^b B) / (e^a + e^b), the attention over both. The backward pass gives every part the merged output and
     log-sum-exp; a prompt's keys get the sum over its completions. float32, float64 and bfloat16.
 
-    On CUDA in half precision two variable-length calls of FlashAttention; on the CPU torch's flash attention; elsewhere
-    (float32 on CUDA, capped scores) matrix products that hold the scores of one group at a time.
+    On CUDA in half precision two variable-length calls of FlashAttention; on the CPU in float32 one of `row_attention`
+    where it has code, else torch's flash attention; elsewhere (float32 on CUDA, capped scores) matrix products that
+    hold the scores of one group at a time.
     `window` (a query sees itself and window - 1 before it) must cover every prompt with its completion.
     """
     assert window is None or window >= plan.longest, "a shared prompt must lie inside the window of its completions"
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if has_row_kernel(q) and softcap is None and (window is None or window >= plan.longest_piece):
+        return row_attention(q, k, v, plan.pieces, scale).unsqueeze(0)
     q = q.unflatten(1, (k.shape[1], -1))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # what every kernel asks for
-    scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
+    scores = Scores(scale=scale, window=window, softcap=softcap)
     out: Tensor = _PrefixAttention.apply(q, k, v, plan, scores)
     return out.flatten(1, 2).unsqueeze(0)
 

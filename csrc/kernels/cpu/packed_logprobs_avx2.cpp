@@ -1,6 +1,6 @@
 // Compiled with -mavx2 -mfma; entered only after use_avx2(). Includes no header with inline functions of others.
 #include "kernels/cpu/packed_logprobs_rows.h"
-#include "kernels/cpu/simd.h"
+#include "kernels/cpu/vector.h"
 
 namespace fastrl::cpu::avx2 {
 namespace {

@@ -11,17 +11,17 @@ constexpr int64_t kSerialElements = 100000;
 
 inline int threads_for(int64_t elements, int num_threads) { return elements < kSerialElements ? 1 : num_threads; }
 
-// body(i) for i in [0, n). Items must not share results, so the answer cannot depend on num_threads. An exception
-// may not leave an OpenMP region: the first one is carried out of it.
+// body(i) for i in [0, n), a thread taking `at_once` of them at a time. Items must not share results, so the answer
+// cannot depend on num_threads. An exception may not leave an OpenMP region: the first one is carried out of it.
 template <class Body>
-void parallel_for(int64_t n, int num_threads, const Body& body) {
+void parallel_for(int64_t n, int num_threads, const Body& body, int at_once = 4) {
   if (num_threads <= 1 || n <= 1) {
     for (int64_t i = 0; i < n; ++i) body(i);
     return;
   }
   std::exception_ptr failure;
   std::atomic_flag failed = ATOMIC_FLAG_INIT;
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 4)
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, at_once)
   for (int64_t i = 0; i < n; ++i) {
     try {
       body(i);
