@@ -10,6 +10,7 @@
 
 #include "kernels/choose_rollouts.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/fused_layers.h"
 #include "kernels/gradient_sketch.h"
 #include "kernels/group_advantage.h"
 #include "kernels/packed_logprobs.h"
@@ -270,6 +271,36 @@ PYBIND11_MODULE(_fastrl_fast, m) {
     py::gil_scoped_release release;
     cpu::row_attention_backward(args, grads, threads);
   });
+
+  m.attr("FUSED_LAYERS") = cpu::use_avx2();
+#ifdef FASTRL_WITH_AVX2
+  m.def("rms_norm_cpu", [](uintptr_t x, uintptr_t weight, int64_t rows, int64_t width, double eps, uintptr_t out,
+                           uintptr_t inverse_root, int threads) {
+    const RmsNormArgs args{at<float>(x),   at<float>(weight),      rows, width, static_cast<float>(eps),
+                           at<float>(out), at<float>(inverse_root)};
+    py::gil_scoped_release release;
+    cpu::rms_norm(args, threads);
+  });
+  m.def("rms_norm_backward_cpu", [](uintptr_t x, uintptr_t weight, int64_t rows, int64_t width, uintptr_t inverse_root,
+                                    uintptr_t grad_out, uintptr_t grad_x, uintptr_t grad_weight, int threads) {
+    const RmsNormArgs args{at<float>(x), at<float>(weight), rows, width, 0.0f, nullptr, at<float>(inverse_root)};
+    const RmsNormGrads grads{at<float>(grad_out), at<float>(grad_x), at<float>(grad_weight)};
+    py::gil_scoped_release release;
+    cpu::rms_norm_backward(args, grads, threads);
+  });
+  m.def("swiglu_cpu", [](uintptr_t gate, uintptr_t up, int64_t count, uintptr_t out, int threads) {
+    const SwigluArgs args{at<float>(gate), at<float>(up), count, at<float>(out)};
+    py::gil_scoped_release release;
+    cpu::swiglu(args, threads);
+  });
+  m.def("swiglu_backward_cpu", [](uintptr_t gate, uintptr_t up, int64_t count, uintptr_t grad_out, uintptr_t grad_gate,
+                                  uintptr_t grad_up, int threads) {
+    const SwigluArgs args{at<float>(gate), at<float>(up), count, nullptr};
+    const SwigluGrads grads{at<float>(grad_out), at<float>(grad_gate), at<float>(grad_up)};
+    py::gil_scoped_release release;
+    cpu::swiglu_backward(args, grads, threads);
+  });
+#endif
 
 #ifdef FASTRL_WITH_CUDA
   m.attr("CUDA") = true;

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from .attention import PACKED, check_no_leak
 from .config import ModelConfig
 from .head import HeadFunction, LogprobHead
+from .layers import fuse_layers
 from .ops import packed_logprobs
 from .ops.packed_attention import Segments, segments
 from .ops.prefix_attention import PrefixPlan, plan_prefixes
@@ -66,6 +67,7 @@ class Policy(nn.Module):
         # transformers only logs a warning where a model has its attention built in, which would look across borders.
         if config._attn_implementation != PACKED:
             raise ValueError(f"model.path: {type(lm).__name__} has its attention built in, which is not supported")
+        fuse_layers(lm)
         self.lm = lm
         self.temperature = temperature
 

@@ -62,6 +62,8 @@ inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
 inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 inline Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }  // b where a is NaN or b is
+inline Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }  // likewise
+inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 inline Vector fmadd(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vector fnmadd(Vector a, Vector b, Vector c) { return _mm256_fnmadd_ps(a, b, c); }
 inline Vector nearest(Vector v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

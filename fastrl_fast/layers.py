@@ -1,0 +1,54 @@
+"""Norms and feed-forward layers of a model that make one compiled pass instead of torch's many."""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ops.fused_layers import has_layer_kernels, rms_norm, swiglu
+
+
+def fuse_layers(lm: nn.Module) -> None:
+    """Replace `forward` of each RMS norm and each gated SiLU layer of `lm` where ours computes the same.
+
+    Numbers decide, not names: a layer of random input must come out alike (Gemma's norms, whose factor is 1 + weight,
+    keep their own). What the kernels have no code for when it comes (half precision, another device) goes through the
+    layer's own forward.
+    """
+    for module in lm.modules():
+        for known, forward in ((_is_norm, _norm), (_is_gated, _gated)):
+            if known(module) and _same(module, forward):
+                module.forward = MethodType(forward, module)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return hasattr(module, "variance_epsilon") and isinstance(weight, Tensor) and has_layer_kernels(weight)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    linear = all(isinstance(part, nn.Linear) and has_layer_kernels(part.weight) for part in parts)
+    return linear and hasattr(module, "act_fn") and has_layer_kernels(parts[2].weight)
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    if has_layer_kernels(hidden_states) and self.weight.dtype == hidden_states.dtype:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    own: Tensor = type(self).forward(self, hidden_states)
+    return own
+
+
+def _gated(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    out: Tensor = self.down_proj(swiglu(gate, up) if has_layer_kernels(gate) else self.act_fn(gate) * up)
+    return out
+
+
+@torch.no_grad()
+def _same(module: Any, forward: Callable[[Any, Tensor], Tensor]) -> bool:
+    width = module.weight.shape[0] if forward is _norm else module.gate_proj.in_features
+    probe = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+    return torch.allclose(forward(module, probe), module(probe), rtol=1e-5, atol=1e-5)
