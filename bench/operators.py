@@ -28,13 +28,15 @@ from fastrl_fast.memory import ModelSize
 from fastrl_fast.model import build_policy
 from fastrl_fast.trainer import Trainer
 
-from .floor import SGEMM_FLOPS, sgemm, update_flops
+from .floor import SGEMM_FLOPS, attention_flops, sgemm, update_flops
 from .load import MODELS, load_model, make_groups
 from .step import CONFIG, Updates
 
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::bmm": 0}
 """Matrix products, and which input is their first factor."""
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+ROWS = "fastrl_fast::row_attention"
+LAYERS = ("fastrl_fast::rms_norm", "fastrl_fast::swiglu")
 ARRAY = 1 << 22
 """Numbers in each of the arrays whose sum sets the rate of memory: 16 MB, beyond the caches."""
 
@@ -59,8 +61,8 @@ def product_shape(name: str, shapes: list[Any]) -> Shape:
     return (math.prod(a[:-1]), a[-1], b[-1])
 
 
-def attention_flops(name: str, shapes: list[Any]) -> float:
-    """Of all scores, masked ones too: two products forward, five backward."""
+def masked_flops(name: str, shapes: list[Any]) -> float:
+    """Of torch's attention: of all scores, masked ones too: two products forward, five backward."""
     query, key = shapes[:2] if name == ATTENTION else (shapes[1], shapes[2])
     products = 2 if name == ATTENTION else 5
     return products * 2.0 * math.prod(query[:-1]) * key[-2] * query[-1]
@@ -89,10 +91,11 @@ def alone_seconds(shape: Shape, repeats: int) -> float:
     return median_seconds(lambda: torch.mm(a, b, out=out), repeats)
 
 
-def parts(run: Callable[[], Any], *, bandwidth: float, repeats: int) -> tuple[dict[str, Part], float]:
+def parts(run: Callable[[], Any], *, bandwidth: float, repeats: int, row_flops: float) -> tuple[dict[str, Part], float]:
     """Profile some updates: their parts by kind, and the seconds of one, the profiler's own included.
 
-    What would move bytes at more than five times the rate of memory is a view and moves none.
+    What would move bytes at more than five times the rate of memory is a view and moves none. `row_flops` is what
+    attention of whole rows computes in an update, which no shape tells.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         before = time.perf_counter()
@@ -102,7 +105,7 @@ def parts(run: Callable[[], Any], *, bandwidth: float, repeats: int) -> tuple[di
     found: dict[str, Part] = defaultdict(Part)
     alone: dict[Shape, float] = {}
     for event in profiler.key_averages(group_by_input_shape=True):
-        if not event.key.startswith("aten::"):
+        if not event.key.startswith(("aten::", ROWS, *LAYERS)):
             continue
         calls, shapes = event.count / repeats, event.input_shapes
         own = event.self_cpu_time_total * 1e-6 / repeats
@@ -115,7 +118,10 @@ def parts(run: Callable[[], Any], *, bandwidth: float, repeats: int) -> tuple[di
             found[kind].alone += calls * alone[shape]
         elif event.key.startswith(ATTENTION):
             kind = "attention"
-            found[kind].flops += calls * attention_flops(event.key, shapes)
+            found[kind].flops += calls * masked_flops(event.key, shapes)
+        elif event.key.startswith(ROWS):
+            kind = "attention"
+            found[kind].flops = row_flops
         else:
             moved = calls * moved_bytes(shapes)
             kind = kind if moved <= 5 * bandwidth * own else "views"
@@ -144,8 +150,10 @@ def main() -> int:
     rate = SGEMM_FLOPS / median_seconds(sgemm, options.repeats)
     a, b, out = (torch.ones(ARRAY) for _ in range(3))
     bandwidth = 3 * 4.0 * ARRAY / median_seconds(lambda: torch.add(a, b, out=out), options.repeats)
-    found, profiled = parts(run, bandwidth=bandwidth, repeats=options.repeats)
-    floor = update_flops(ModelSize.of(policy.lm.config), groups, shared=True) / rate
+    size = ModelSize.of(policy.lm.config)
+    row_flops = attention_flops(size, groups, shared=True)
+    found, profiled = parts(run, bandwidth=bandwidth, repeats=options.repeats, row_flops=row_flops)
+    floor = update_flops(size, groups, shared=True) / rate
     distributed.stop()
     print(
         f"{options.model} {options.group} x {options.prompt}/{options.completion}, {options.threads} threads: "

@@ -163,7 +163,7 @@ using NvtxRange = nvtx3::scoped_range_in<NvtxDomain>;
 
 PYBIND11_MODULE(_fastrl_fast, m) {
   m.attr("INTERFACE") = kInterface;
-  m.attr("SIMD") = cpu::use_avx2() ? "avx2" : "scalar";
+  m.attr("SIMD") = cpu::use_avx512() ? "avx512" : cpu::use_avx2() ? "avx2" : "scalar";
 
   m.def(
       "group_advantage_cpu", [](uintptr_t rewards, int64_t count, uintptr_t cu, int64_t groups, bool divide_by_std,

@@ -30,8 +30,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_gated(module: nn.Module) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    linear = all(isinstance(part, nn.Linear) and has_layer_kernels(part.weight) for part in parts)
-    return linear and hasattr(module, "act_fn") and has_layer_kernels(parts[2].weight)
+    # what the kernel gets is as wide as what goes into the last one
+    known = all(isinstance(part, nn.Linear) and has_layer_kernels(part.weight) for part in parts)
+    return known and hasattr(module, "act_fn")
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:

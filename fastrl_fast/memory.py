@@ -67,7 +67,7 @@ class ModelSize:
 
         Each of two norms: its input in float32, the scaled input, its output. Attention: queries, keys, values, its
         output as computed and as gathered for the projection. Feed-forward: gate, its silu, the other half, their
-        product.
+        product. What compiled passes on a CPU spare (layers.py, ops/row_attention.py) is not taken off.
         """
         norms = 2 * self.hidden * (4 + 2 * width)
         return norms + width * (3 * self.queries + 2 * self.keys + 4 * self.intermediate)

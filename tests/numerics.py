@@ -30,11 +30,16 @@ def assert_at_most_twice(ours: Tensor, torchs: Tensor, truth: Tensor, *, size: f
 
 def run_with_scalar_code(script: str) -> str:
     """What Python code prints in a new process, whose kernels are those for any processor; it may import the tests."""
+    return run_with(script, "scalar", FASTRL_FORCE_SCALAR="1")
+
+
+def run_with(script: str, simd: str, **variables: str) -> str:
+    """The same with these environment variables, by which the kernels must be those for `simd`."""
     first = (
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from fastrl_fast.ops._lib import kernels\nassert kernels.SIMD == 'scalar', kernels.SIMD\n"
+        f"from fastrl_fast.ops._lib import kernels\nassert kernels.SIMD == {simd!r}, kernels.SIMD\n"
     )
-    environment = {**os.environ, "FASTRL_FORCE_SCALAR": "1"}
+    environment = {**os.environ, **variables}
     command = [sys.executable, "-c", first + script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,9 @@ from bench import operators, scaling, step, versus_trl  # noqa: E402
 from bench.floor import update_flops  # noqa: E402
 from bench.load import make_groups, spread_lengths  # noqa: E402
 from fastrl_fast.memory import ModelSize  # noqa: E402
+from fastrl_fast.ops._lib import kernels  # noqa: E402
+from fastrl_fast.ops.fused_layers import rms_norm, swiglu  # noqa: E402
+from fastrl_fast.ops.row_attention import row_attention, row_pieces  # noqa: E402
 
 SIZE = ModelSize(layers=2, hidden=4, intermediate=8, queries=4, keys=4, vocabulary=10, tied=True)
 
@@ -47,12 +50,26 @@ def test_work_of_operators_by_hand():
         out = torch.nn.functional.scaled_dot_product_attention(q, k, k)
         torch.autograd.grad(out, q, torch.ones_like(out))
 
-    found, seconds = operators.parts(run, bandwidth=0.0, repeats=2)
+    found, seconds = operators.parts(run, bandwidth=0.0, repeats=2, row_flops=1.0)
     assert found["matrix products"].flops == 2 * 64 * 48 * 80 and found["matrix products"].calls == 1
     assert found["attention"].flops == (2 + 5) * 2 * (2 * 3 * 40) * 50 * 8 and found["attention"].calls == 2
     assert found["views"].calls >= 1 and found["views"].bytes == found["elementwise and copies"].bytes == 0
     assert sum(part.seconds for part in found.values()) == pytest.approx(seconds)
     assert operators.moved_bytes([[10, 100], [100], [], []]) == 4 * (1000 + 100 + 1000)
+
+
+@pytest.mark.skipif(not kernels.FUSED_LAYERS, reason="this processor has no AVX2")
+def test_compiled_attention_and_layers_are_counted():
+    """Attention of rows by what it is said to compute, norms and gates by their bytes."""
+    q, pieces = torch.randn(300, 4, 16, requires_grad=True), row_pieces([0, 300])
+
+    def run() -> None:
+        out = row_attention(q, q, q, pieces, 1.0)
+        (swiglu(out, out) + rms_norm(out, out.detach()[0, 0], 1e-6)).sum().backward()
+
+    found, _ = operators.parts(run, bandwidth=1e15, repeats=2, row_flops=7.0)
+    assert found["attention"].flops == 7.0 and found["attention"].calls == 2 and found["attention"].seconds > 0
+    assert found["elementwise and copies"].bytes > 10 * 4 * q.numel()
 
 
 def test_floor_counts_kept_rollouts_alone():

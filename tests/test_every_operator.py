@@ -22,6 +22,9 @@ from fastrl_fast.ops import (
     select_diverse,
     sharded_logprobs,
 )
+from fastrl_fast.ops._lib import kernels
+from fastrl_fast.ops.fused_layers import has_layer_kernels, rms_norm, swiglu
+from fastrl_fast.ops.prefix_attention import plan_prefixes, prefix_attention
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -108,6 +111,36 @@ def chosen(large, dtype):
     return [torch.randn(n, generator=make)], run
 
 
+def attention(large, dtype):
+    """In float64, which alone shows a gradient by differences, torch's parts take the place of the operator."""
+    prompt, completion = (100, 60) if large else (4, 3)
+    make, total = torch.Generator().manual_seed(0), prompt + 2 * completion
+    plan = plan_prefixes(torch.tensor([0, prompt, prompt + completion, total]), torch.tensor([[0, prompt, total]]))
+    shapes = [(1, heads, total, 16) for heads in (6, 3, 3)]
+    leaves = [torch.randn(shape, generator=make, dtype=dtype).requires_grad_() for shape in shapes]
+    return leaves, lambda q, k, v: (prefix_attention(q, k, v, plan),)
+
+
+def norm(large, dtype):
+    """In float64 the formula takes the place of the operator."""
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(900 if large else 3, 2, 120 if large else 8, generator=make, dtype=dtype).requires_grad_()
+    weight = torch.randn(x.shape[-1], generator=make, dtype=dtype).requires_grad_()
+
+    def run(x, w):
+        return (rms_norm(x, w, 1e-6) if has_layer_kernels(x) else w * x * (x.square().mean(-1, True) + 1e-6).rsqrt(),)
+
+    return [x, weight], run
+
+
+def gated(large, dtype):
+    """In float64 the formula takes the place of the operator."""
+    make = torch.Generator().manual_seed(0)
+    shape = (900 if large else 3, 136 if large else 8)
+    leaves = [torch.randn(shape, generator=make, dtype=dtype).requires_grad_() for _ in range(2)]
+    return leaves, lambda g, u: (swiglu(g, u) if has_layer_kernels(g) else g * torch.sigmoid(g) * u,)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A public function, and the operators that it and its gradient are made of."""
@@ -126,8 +159,16 @@ CASES = [
     Case(diverse, ("select_diverse",), False),
     Case(sketches, ("gradient_sketch",), False),
     Case(chosen, ("choose_rollouts",), False),
+    Case(attention, ("row_attention", "row_attention_backward"), True),
+    Case(norm, ("rms_norm", "rms_norm_backward"), True),
+    Case(gated, ("swiglu", "swiglu_backward"), True),
 ]
-EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.operators[0])
+FOR_AVX2 = (attention, norm, gated)
+NO_AVX2 = pytest.mark.skipif(not kernels.FUSED_LAYERS, reason="this processor has no AVX2")
+EVERY = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.operators[0], marks=NO_AVX2 if case.make in FOR_AVX2 else ()) for case in CASES],
+)
 
 
 class Seen(TorchDispatchMode):
@@ -172,6 +213,9 @@ def test_no_registered_operator_is_left_out():
         "packed_logprobs",
         "fused_policy_loss",
         "policy_loss",
+        "rms_norm",
+        "row_attention",
+        "swiglu",
     }
 
 

@@ -34,6 +34,7 @@ RANKS = {
         "arrays",
         "prune",
         "budget",
+        "layers",
         "packing",
         "microbatches",
         "loss",

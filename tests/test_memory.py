@@ -8,6 +8,7 @@ import torch
 from fastrl_fast.config import Config, DataConfig, LossConfig, ModelConfig, RolloutConfig, UpdatesConfig
 from fastrl_fast.memory import LOGIT_CHUNK, ModelSize, estimate_memory
 from fastrl_fast.model import build_policy
+from fastrl_fast.ops._lib import kernels
 from fastrl_fast.ops.packed_attention import segments
 from fastrl_fast.packing import Sequence, pack
 
@@ -62,8 +63,26 @@ def test_sizes_are_read_from_a_configuration(make_lm, family, tied):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_activations_are_what_autograd_saves(make_lm, family, dtype):
+def test_activations_are_what_autograd_saves(make_lm, monkeypatch, family, dtype):
     """Within 1 %: rotary tables and the norms' scales are left out, the embedding's output is counted."""
+    for where in ("layers.has_layer_kernels", "ops.packed_attention.has_row_kernel"):
+        monkeypatch.setattr(f"fastrl_fast.{where}", lambda tensor: False)
+    size, saved = saved_bytes(make_lm, family, dtype)
+    expected = size.layers * size.layer_activation_bytes(dtype.itemsize) + size.hidden * (4 + 2 * dtype.itemsize)
+    assert saved == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.skipif(not kernels.FUSED_LAYERS, reason="this processor has no AVX2")
+def test_compiled_passes_save_less(make_lm):
+    """Of a norm its input and output, of a gated layer both halves and their product, of attention its output once."""
+    size, saved = saved_bytes(make_lm, "qwen2", torch.float32)
+    layer = 2 * 2 * size.hidden + 2 * size.queries + 2 * size.keys + 3 * size.intermediate
+    assert saved == pytest.approx(4 * (size.layers * layer + 2 * size.hidden), rel=0.02)
+    assert saved < 0.75 * size.layers * size.layer_activation_bytes(4)
+
+
+def saved_bytes(make_lm, family, dtype) -> tuple[ModelSize, float]:
+    """Sizes of a model, and bytes per token that autograd saves of its layers."""
     lm = make_lm(family, dtype=dtype, hidden_size=128, intermediate_size=320, num_hidden_layers=3, head_dim=16)
     size, policy = ModelSize.of(lm.config), build_policy(lm, ModelConfig(path="none"), temperature=1.0)
     batch = pack([Sequence([1] * 40, [2] * 60, [0.0] * 60, 1.0, 1.0)] * 4)
@@ -83,9 +102,8 @@ def test_activations_are_what_autograd_saves(make_lm, family, dtype):
             use_cache=False,
             packed_segments=segments(batch.cu_seqlens),
         ).last_hidden_state
-    width = hidden.element_size()
-    expected = size.layers * size.layer_activation_bytes(width) + size.hidden * (4 + 2 * width)
-    assert sum(saved.values()) / batch.input_ids.numel() == pytest.approx(expected, rel=0.01)
+    assert hidden.dtype == dtype
+    return size, sum(saved.values()) / batch.input_ids.numel()
 
 
 def test_one_rank_by_hand():

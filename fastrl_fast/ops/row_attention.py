@@ -1,6 +1,7 @@
 """Attention of a whole packed row in one compiled call, for float32 on CPUs with AVX2 or AVX-512."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def row_pieces(borders: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> 
     completion ends.
     """
     starts = {start: number for number, start in enumerate(borders[:-1])}
-    pieces = [[start, end, -1] for start, end in zip(borders[:-1], borders[1:], strict=True)]
+    pieces = [[start, end, -1] for start, end in pairwise(borders)]
     for start, middle, end in groups:
         for number in range(starts[start] + 1, len(pieces)):
             if pieces[number][1] > end:
