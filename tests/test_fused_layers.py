@@ -6,8 +6,9 @@ import pytest
 import torch
 from numerics import assert_at_most_twice, run_with_scalar_code
 from torch import Tensor, nn
+from transformers import LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from fastrl_fast.layers import fuse_layers
 from fastrl_fast.ops._lib import kernels
@@ -109,13 +110,50 @@ def test_models_compute_what_they_did(make_lm, family):
 
 
 def test_norms_of_another_formula_keep_their_own():
-    """Gemma's factor is 1 + weight; a norm of weight 0 says nothing of its formula until it is asked."""
-    for kind, count in ((GemmaRMSNorm, 0), (LlamaRMSNorm, 1)):
-        for value in (0.0, 1.0, 0.3):
-            model = nn.Sequential(kind(16))
-            nn.init.constant_(model[0].weight, value)
-            fuse_layers(model)
-            assert sum("forward" in vars(m) for m in model) == count, (kind, value)
+    """Gemma's factor is 1 + weight; a norm of weight 0 says nothing of its formula."""
+    for kind, value, count in (
+        (GemmaRMSNorm, 0.0, 0),
+        (GemmaRMSNorm, 1.0, 0),
+        (LlamaRMSNorm, 0.0, 0),
+        (LlamaRMSNorm, 1e-6, 1),
+        (LlamaRMSNorm, 1.0, 1),
+    ):
+        assert replaced(kind(16), weight=value) == count, (kind, value)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_other_activations_keep_their_own(scale):
+    """Also where weights are so small that every activation is half of what goes in."""
+    for activation, count in (("silu", 1), ("gelu", 0), ("relu", 0), ("tanh", 0)):
+        layer = LlamaMLP(
+            LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2, hidden_act=activation)
+        )
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.mul_(scale)
+        assert replaced(layer) == count, activation
+
+
+def test_layers_of_other_signatures_or_with_a_hook_keep_their_own():
+    class Gated(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+            return super().forward(hidden_states * gate)
+
+    assert replaced(Gated(16)) == 0
+    per_head = LlamaRMSNorm(16)
+    per_head.weight = nn.Parameter(torch.ones(4, 16))
+    assert replaced(per_head) == 0
+    hooked = LlamaRMSNorm(16)
+    own = hooked.forward = lambda x: x
+    fuse_layers(hooked)
+    assert hooked.forward is own
+
+
+def replaced(layer: nn.Module, *, weight: float | None = None) -> int:
+    if weight is not None:
+        nn.init.constant_(layer.weight, weight)
+    fuse_layers(layer)
+    return sum("forward" in vars(m) for m in layer.modules())
 
 
 def test_other_processors_keep_every_layer():
