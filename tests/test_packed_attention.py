@@ -55,6 +55,14 @@ def test_equals_the_textbook_with_gradients(layout, heads, window):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
+def test_values_may_be_smaller_than_keys():
+    """As in DeepSeek's models: there is no compiled pass for them."""
+    q, k, v = (x.float() for x in inputs(7, dim=32))
+    ours = packed_attention(q, k, v[..., :16], segments(borders([4, 3])), scale=0.1)
+    truth = textbook(q.double(), k.double(), v[..., :16].double(), [4, 3], scale=0.1, window=None)
+    torch.testing.assert_close(ours.double(), truth, rtol=0, atol=1e-5)
+
+
 def test_scale_defaults_to_one_over_root_of_head_size():
     q, k, v = inputs(7)
     truth = textbook(q, k, v, [4, 3], scale=8**-0.5, window=None)

@@ -148,9 +148,9 @@ def test_registers_of_8_pass_the_same():
 def test_other_processors_have_no_code_and_say_so():
     printed = run_with_scalar_code(
         "import torch\nfrom fastrl_fast.ops.row_attention import has_row_kernel\n"
-        "print(has_row_kernel(torch.zeros(1, 1, 16)))\n"
+        "x = torch.zeros(1, 1, 16)\nprint(has_row_kernel(x, x))\n"
         "import test_prefix_attention as t\nt.test_rounds_as_torch_does('in stairs', torch.float32, 32)\n"
     )
     assert printed.strip() == "False"
     for x in (torch.zeros(1, 1, 16, dtype=torch.float64), torch.zeros(1, 1, 8), torch.zeros(1, 1, 16).bfloat16()):
-        assert not has_row_kernel(x)
+        assert not has_row_kernel(x, x)

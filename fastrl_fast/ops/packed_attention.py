@@ -77,7 +77,7 @@ def packed_attention(
     if query.is_cuda and query.dtype != torch.float32 and HAS_FLASH:
         return _flash_attention(query, key, value, plan, scale=scale, window=window)
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
-    if has_row_kernel(q) and (window is None or window >= plan.max_length):
+    if has_row_kernel(q, v) and (window is None or window >= plan.max_length):
         return row_attention(q, k, v, plan.pieces, q.shape[-1] ** -0.5 if scale is None else scale).unsqueeze(0)
     outputs = []
     for index in plan.buckets:

@@ -138,7 +138,7 @@ def prefix_attention(
     assert window is None or window >= plan.longest, "a shared prompt must lie inside the window of its completions"
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if has_row_kernel(q) and softcap is None and (window is None or window >= plan.longest_piece):
+    if has_row_kernel(q, v) and softcap is None and (window is None or window >= plan.longest_piece):
         return row_attention(q, k, v, plan.pieces, scale).unsqueeze(0)
     q = q.unflatten(1, (k.shape[1], -1))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # what every kernel asks for

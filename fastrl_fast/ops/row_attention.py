@@ -16,10 +16,16 @@ library.define(
 )
 
 
-def has_row_kernel(q: Tensor) -> bool:
-    """Whether `row_attention` has code for this processor, and for the dtype and head size of q [..., D]."""
+def has_row_kernel(q: Tensor, v: Tensor) -> bool:
+    """Whether `row_attention` has code for this processor, and for queries and values of these dtypes and head sizes.
+
+    Values of another size than keys, as DeepSeek's have, have none.
+    """
     multiple = kernels.ROW_ATTENTION_MULTIPLE
-    return q.device.type == "cpu" and q.dtype == torch.float32 and multiple > 0 and q.shape[-1] % multiple == 0
+    return (
+        q.device.type == "cpu" and q.dtype == torch.float32 and multiple > 0 and q.shape[-1] % multiple == 0
+        and v.shape[-1] == q.shape[-1]
+    )  # fmt: skip
 
 
 def row_pieces(borders: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> Tensor:
@@ -59,7 +65,11 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, pieces: Tensor, scale: float)
 
     Source: FlashAttention-2, arXiv 2307.08691; design.md 4.5.
     """
-    check(has_row_kernel(q), f"q must be float32 on a CPU with AVX2, D a multiple of 16, not {q.dtype} {list(q.shape)}")
+    check(
+        has_row_kernel(q, v),
+        "q must be float32 on a CPU with AVX2, D a multiple of 16 and the same in v, "
+        f"not {q.dtype} {list(q.shape)} and {list(v.shape)}",
+    )
     check(
         q.ndim == 3 and k.ndim == 3 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
         f"q and k must be [T, heads, D] and [T, kv heads, D], not {list(q.shape)} and {list(k.shape)}",
