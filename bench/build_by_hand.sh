@@ -34,6 +34,7 @@ for source in csrc/kernels/cpu/*.cpp; do
   name=$(basename "$source" .cpp) extra=()
   case $name in
     *_avx2) [ "$(uname -m)" = x86_64 ] || continue; extra=(-mavx2 -mfma) ;;
+    *_avx512) [ "$(uname -m)" = x86_64 ] || continue; extra=(-mavx512f) ;;
   esac
   case $name in
     group_advantage | policy_loss*) extra+=(-fno-trapping-math) ;;

@@ -67,7 +67,8 @@ def test_the_compilers_alone_build_the_module(tmp_path):
     (tmp_path / "pybind11.py").write_text("raise ImportError\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = ["bash", ROOT / "bench/build_by_hand.sh", tmp_path / "site", "cpu", sys.executable]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    built = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
     script = (
         "from fastrl_fast.ops import _lib\nassert _lib.kernels.__file__.startswith(__import__('sys').argv[1])\n"
         "import torch\nfrom fastrl_fast.ops import packed_logprobs\n"
