@@ -88,6 +88,17 @@ def test_scores_near_zero_and_far_apart(size):
 
 
 @HAS_CODE
+def test_scores_below_all_numbers_weigh_nothing():
+    """The first block of keys overflows to -inf for every query; later keys alone decide, as in torch."""
+    q, k, v = (x[0].detach().transpose(0, 1) for x in inputs(150, 2, 2, 16, torch.float32))
+    q, k = q.abs(), k.clone()
+    k[:70] = -3e38
+    ours = row_attention(q, k, v, row_pieces([0, 150]), 1.0)
+    theirs = scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=1.0)
+    torch.testing.assert_close(ours[70:], theirs.transpose(0, 1)[70:], rtol=1e-5, atol=1e-6)
+
+
+@HAS_CODE
 def test_pieces_without_tokens_change_nothing():
     leaves = [x.detach() for x in inputs(11, 4, 2, 16, torch.float32)]
     rows = [x[0].transpose(0, 1) for x in leaves]
@@ -108,6 +119,7 @@ BAD = {
     "q and k must be": dict(q=(5, 3, 16)),
     "k must fit q": dict(k=(6, 2, 16)),
     "v must be shaped as k": dict(v=(5, 1, 16)),
+    "k and v must be float32 on the CPU, not torch.float32 meta": dict(k=(5, 2, 16, "meta")),
     "piece 1 must start where the one before it ends": dict(pieces=[[0, 3, -1], [2, 5, 0]]),
     "piece 0 must start": dict(pieces=[[0, -1, -1], [-1, 5, -1]]),
     "piece 1 must have an earlier piece": dict(pieces=[[0, 3, -1], [3, 5, 1]]),
@@ -120,7 +132,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_named(message):
     given = GOOD | BAD[message]
-    tensors = [torch.zeros(given[name]) for name in "qkv"]
+    tensors = [torch.zeros(given[name][:3], device=(*given[name], "cpu")[3]) for name in "qkv"]
     with pytest.raises(ValueError, match=message):
         row_attention(*tensors, torch.tensor(given["pieces"]), 1.0)
 

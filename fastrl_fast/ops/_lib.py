@@ -39,6 +39,15 @@ def check(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def forbid_second_derivative(backward: str) -> None:
+    """Make differentiating what operator `backward` returns a RuntimeError: torch alone warns and goes on with 0."""
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{backward} has no derivative: fastrl_fast differentiates once")
+
+    torch.library.register_autograd(f"fastrl_fast::{backward}", refuse, lib=library)
+
+
 @contextmanager
 def cuda_stream(tensor: torch.Tensor) -> Iterator[int]:
     """Make the device of `tensor` current and yield the cudaStream_t that its kernels go to.

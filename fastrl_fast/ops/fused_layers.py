@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import check, kernels, library
+from fastrl_fast.ops._lib import check, forbid_second_derivative, kernels, library
 
 library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse_root) -> (Tensor, Tensor)")
@@ -151,3 +151,5 @@ def _swiglu_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 torch.library.register_autograd("fastrl_fast::rms_norm", _norm_gradient, setup_context=_keep_norm, lib=library)
 torch.library.register_autograd("fastrl_fast::swiglu", _swiglu_gradient, setup_context=_keep_swiglu, lib=library)
+forbid_second_derivative("rms_norm_backward")
+forbid_second_derivative("swiglu_backward")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl_fast.ops import logit_slabs
-from fastrl_fast.ops._lib import check, library
+from fastrl_fast.ops._lib import check, forbid_second_derivative, library
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -268,3 +268,4 @@ def _gradient(
 
 
 torch.library.register_autograd("fastrl_fast::packed_logprobs", _gradient, setup_context=_setup_context, lib=library)
+forbid_second_derivative("packed_logprobs_backward")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl_fast.ops._lib import check, kernels, library
+from fastrl_fast.ops._lib import check, forbid_second_derivative, kernels, library
 
 library.define("row_attention(Tensor q, Tensor k, Tensor v, Tensor pieces, float scale) -> (Tensor, Tensor)")
 library.define(
@@ -76,10 +76,13 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, pieces: Tensor, scale: float)
     )
     check((q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2]), f"k must fit q {list(q.shape)}, not {list(k.shape)}")
     check(k.shape == v.shape, f"v must be shaped as k {list(k.shape)}, not {list(v.shape)}")
-    check(k.dtype == v.dtype == q.dtype, f"k and v must be float32, not {k.dtype} and {v.dtype}")
     check(
-        pieces.ndim == 2 and pieces.shape[1] == 3 and pieces.dtype == torch.int64,
-        f"pieces must be [M, 3] int64, not {list(pieces.shape)} {pieces.dtype}",
+        all(x.dtype == q.dtype and x.device == q.device for x in (k, v)),
+        f"k and v must be float32 on the CPU, not {k.dtype} {k.device} and {v.dtype} {v.device}",
+    )
+    check(
+        pieces.ndim == 2 and pieces.shape[1] == 3 and pieces.dtype == torch.int64 and pieces.device == q.device,
+        f"pieces must be [M, 3] int64 on the CPU, not {list(pieces.shape)} {pieces.dtype} {pieces.device}",
     )
     out: Tensor = torch.ops.fastrl_fast.row_attention(q, k, v, pieces, scale)[0]
     return out
@@ -139,3 +142,4 @@ def _gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("fastrl_fast::row_attention", _gradient, setup_context=_setup_context, lib=library)
+forbid_second_derivative("row_attention_backward")

@@ -101,6 +101,10 @@ inline float soften(float* row, int64_t seen, float& largest, float& sum) {
   }
   const float before = largest, now = max_of(most);
   largest = now > before ? now : before;
+  if (largest == -__builtin_inff()) {  // the difference of two infinities is no number; keys to come have their say
+    clear(row, 0, seen);
+    return 1.0f;
+  }
   Vector total = all(0.0f);
   for (int64_t j = 0; j < seen; j += kWidth) {
     const Vector d = sub(load(row + j), all(largest));
