@@ -51,14 +51,18 @@ def barrier() -> None:
     dist.barrier()
 
 
+def divides(dtype: torch.dtype) -> bool:
+    """Whether `shard` divides a model that computes in `dtype`: with one rank and float32 there is nothing to."""
+    return world_size() > 1 or dtype != torch.float32
+
+
 def shard(model: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype, device: torch.device) -> None:
     """Move `model` to `device` and shard it over all ranks with FSDP2, each of `layers` as a unit of its own; computes
     in `dtype`, reduces in float32.
 
-    FSDP2 moves unit by unit, so that a device never holds the whole model. With one rank and float32 there is nothing
-    to shard.
+    FSDP2 moves unit by unit, so that a device never holds the whole model.
     """
-    if world_size() == 1 and dtype == torch.float32:
+    if not divides(dtype):
         model.to(device)
         return
     mesh = init_device_mesh(device.type, (world_size(),))

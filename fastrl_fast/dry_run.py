@@ -17,7 +17,7 @@ FORMULAS = {
     "parameters": ("weights", "4 P / R"),
     "optimizer": ("AdamW's moments", "8 P / R"),
     "reference": ("the reference's weights", "4 P / R"),
-    "sampler": ("the sampler's weights", "b P"),
+    "sampler": ("the sampler's weights", "b P; 0 with one rank in float32, whose sampler reads the trained ones"),
     "gradients": (
         "gradients",
         "4 P / R, and where sharded 4 P until the last of several micro-batches, else 4 (gathered)",

@@ -117,14 +117,14 @@ def estimate_memory(
     """The peak of one of `ranks` ranks, in bytes; without the CUDA context and the allocator's slack.
 
     With P parameters over R ranks, compute width b: float32 states 4 P / R each for parameters and gradients, 8 P / R
-    for AdamW, 4 P / R for a reference; the local sampler's whole copy b P and its cache; FSDP2's whole tables (its root
-    keeps them from forward to backward) and two layers. With several micro-batches in an update gradients are reduced
-    with the last one alone, and until then every rank holds all of them whole: 4 P; with updates.reduce_gradients
-    microbatch only those of what is gathered. The cache has room for the `decoded` tokens of a rank, and at most for
-    rollout.tokens_per_batch. A micro-batch has `tokens`, by default as many as it may have, and each
-    is a target. Of images: the float32 pixels of a rank's `step_patches`, and what the tower keeps of the `patches` of
-    one micro-batch, where it is trained; a frozen one has no gradients and no moments. What a vLLM engine takes of the
-    same GPU is its own setting, and not counted.
+    for AdamW, 4 P / R for a reference; the local sampler's whole copy b P (0 with one rank in float32: the trained
+    weights) and its cache; FSDP2's whole tables (its root keeps them from forward to backward) and two layers. With
+    several micro-batches in an update gradients are reduced with the last one alone, and until then every rank holds
+    all of them whole: 4 P; with updates.reduce_gradients microbatch only those of what is gathered. The cache has room
+    for the `decoded` tokens of a rank, and at most for rollout.tokens_per_batch. A micro-batch has `tokens`, by default
+    as many as it may have, and each is a target. Of images: the float32 pixels of a rank's `step_patches`, and what the
+    tower keeps of the `patches` of one micro-batch, where it is trained; a frozen one has no gradients and no moments.
+    What a vLLM engine takes of the same GPU is its own setting, and not counted.
     """
     width = BYTES[config.model.dtype]
     tokens = config.updates.tokens_per_microbatch if tokens is None else tokens
@@ -143,7 +143,7 @@ def estimate_memory(
         parameters=state * size.parameters,
         optimizer=2 * state * trained,
         reference=state * size.parameters if config.loss.kl_coef > 0 else 0.0,
-        sampler=width * size.parameters if local else 0.0,
+        sampler=width * size.parameters if local and sharded else 0.0,
         gradients=gradients,
         gathered=width * whole if sharded else 0,
         activations=tokens * _activation_bytes(size, width, checkpointing=checkpointing),

@@ -222,12 +222,16 @@ def build_policy(lm: PreTrainedModel, config: ModelConfig, *, temperature: float
     return policy.train()
 
 
-def sampler_copy(lm: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def sampler_copy(
+    lm: PreTrainedModel, *, dtype: torch.dtype, device: torch.device, share_weights: bool = False
+) -> PreTrainedModel:
     """A frozen copy of a freshly loaded model on `device`, its parameters in the dtype it samples in.
 
+    With `share_weights` those that have that dtype and device already are the same memory: they follow training.
     Buffers stay as they are: rotary frequencies in bfloat16 would shift every position.
     """
-    sampler = copy.deepcopy(lm).eval().requires_grad_(False)
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in lm.parameters()} if share_weights else {}
+    sampler = copy.deepcopy(lm, shared).eval().requires_grad_(False)
     for parameter in sampler.parameters():
         parameter.data = parameter.data.to(dtype)
     nn.Module.to(sampler, device)

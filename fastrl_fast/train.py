@@ -108,7 +108,7 @@ def _check_columns(grader: Grader, prompts: list[Prompt]) -> None:
 def build_parts(
     config: Config, inputs: Inputs, grader: Grader, device: torch.device, *, folder: Path, log: RunLog | None
 ) -> Parts:
-    """Build the sampler's copy, the sharded policy, the reference where the loss needs one, and the optimizer."""
+    """Build the sampler, the sharded policy, the reference where the loss needs one, and the optimizer."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     sampler = _sampler(config, inputs.lm, inputs.tokenizer, inputs.images, device)
     policy = build_policy(inputs.lm, config.model, temperature=config.rollout.temperature)
@@ -146,7 +146,11 @@ def _sampler(
 ) -> Sampler:
     """The engine of the config, with the weights of `lm`; all ranks call this together."""
     if config.rollout.engine == "local":
-        copy = sampler_copy(lm, dtype=getattr(torch, config.model.dtype), device=device)
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        whole = not distributed.divides(dtype)
+        if whole:
+            lm.to(device)  # here, for what is moved later is other memory
+        copy = sampler_copy(lm, dtype=dtype, device=device, share_weights=whole)
         return build_sampler(config.rollout, copy, tokenizer, images=images, barred=barred_tokens(lm.config))
     return distributed.together(lambda: build_engine(config, resolve_model(config.model.path), lm, tokenizer))
 

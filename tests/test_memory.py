@@ -107,13 +107,13 @@ def saved_bytes(make_lm, family, dtype) -> tuple[ModelSize, float]:
 
 
 def test_one_rank_by_hand():
-    """Nothing is gathered, gradients are there once; the head's float32 weight gradient needs no second sum."""
+    """Nothing is gathered or copied, gradients are there once; the head's float32 weight gradient is the only sum."""
     memory = estimate_memory(SMALL, config(kl=0.1), ranks=1, device="cpu")
     layer = 8 * (2 * 8 + 2 * 4) + 3 * 8 * 16 + 2 * 8
     parameters = 3 * layer + 2 * 800 + 8
     assert SMALL.parameters == parameters
     assert (memory.parameters, memory.optimizer, memory.reference) == (4 * parameters, 8 * parameters, 4 * parameters)
-    assert (memory.gradients, memory.gathered, memory.sampler) == (4 * parameters, 0, 4 * parameters)
+    assert (memory.gradients, memory.gathered, memory.sampler) == (4 * parameters, 0, 0)
     assert memory.activations == 1000 * (3 * 4 * (2 * 8 * 3 + 3 * 8 + 2 * 4 + 4 * 16) + 3 * 4 * 8)
     assert memory.head == 2 * 4 * 1000 * 8 + 2 * 4 * 800 + LOGIT_CHUNK["cpu"]
     assert memory.cache == 500 * 3 * 2 * 4 * 4

@@ -281,6 +281,19 @@ def test_frozen_and_sampler_copies_do_not_follow_training(make_lm, tied):
     assert {p.dtype for p in sampler.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sampler_may_read_the_trained_weights_themselves(make_lm, tied):
+    lm = make_lm(dtype=torch.float32, tie_word_embeddings=tied)
+    sampler = sampler_copy(lm, dtype=torch.float32, device=torch.device("cpu"), share_weights=True)
+    policy = build_policy(lm, SETTINGS, temperature=1.0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    mine, theirs = dict(sampler.named_parameters()), dict(policy.lm.named_parameters())
+    assert mine.keys() == theirs.keys() and all(mine[name].data_ptr() == theirs[name].data_ptr() for name in mine)
+    assert not any(p.requires_grad for p in mine.values()) and all(p.requires_grad for p in theirs.values())
+
+
 def test_the_dummy_batch_gives_every_parameter_a_zero_gradient(make_lm):
     """P08: a rank without rollouts takes part in every backward pass, with nothing to add."""
     policy = Policy(make_lm(), temperature=1.0)

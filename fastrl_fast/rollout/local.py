@@ -62,6 +62,7 @@ class LocalSampler:
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Copies full tensors into the model by name, casting to its dtype; tied weights may come under any one name.
+        What is the model's own memory stays as it is.
 
         Raises ValueError for an unknown name, another shape, or a weight that did not come.
         """
@@ -74,7 +75,8 @@ class LocalSampler:
                 if own[name].shape != tensor.shape:
                     want, got = tuple(own[name].shape), tuple(tensor.shape)
                     raise ValueError(f"load_weights: {name} must have shape {want}, got {got}")
-                own[name].copy_(tensor)
+                if tensor.data_ptr() != own[name].data_ptr():
+                    own[name].copy_(tensor)
                 written.add(own[name].data_ptr())
         # buffers may stay away: they are no weights and do not change in training
         missing = [name for name, weight in self.model.named_parameters() if weight.data_ptr() not in written]
