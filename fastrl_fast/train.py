@@ -149,7 +149,7 @@ def _sampler(
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         whole = not distributed.divides(dtype)
         if whole:
-            lm.to(device)  # here, for what is moved later is other memory
+            torch.nn.Module.to(lm, device)  # here, for what is moved later is other memory
         copy = sampler_copy(lm, dtype=dtype, device=device, share_weights=whole)
         return build_sampler(config.rollout, copy, tokenizer, images=images, barred=barred_tokens(lm.config))
     return distributed.together(lambda: build_engine(config, resolve_model(config.model.path), lm, tokenizer))
